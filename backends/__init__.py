@@ -1,0 +1,1 @@
+"""Backends: the worlds the scheduler core can drive."""

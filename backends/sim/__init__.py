@@ -1,0 +1,1 @@
+"""The simulator: a deterministic world of GPUs on a SimPy calendar."""

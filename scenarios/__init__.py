@@ -1,0 +1,1 @@
+"""Scenarios: one module each, and the command line they share."""
