@@ -1,0 +1,120 @@
+"""Scenario files: schema, defaults, and errors a person can act on.
+
+A scenario is the declared world: the cluster, the pipelines (what the core needs in `spec`, what their loop and
+the simulator need beside it), faults and expectations. Durations are ns, memory bytes; the YAML has s and GiB.
+"""
+
+from enum import StrEnum
+
+from core.model import Cluster, DemandPolicy, PipelineSpec, Record
+
+
+class DriverPolicy(StrEnum):
+    """What a failed pipeline means for the others."""
+
+    ISOLATE = "isolate"
+    FAIL_FAST = "fail_fast"
+
+
+class Durations(Record, frozen=True, kw_only=True):
+    """A distribution of durations (ns): a mixture of lognormals, constants and samples.
+
+    `parts` are (weight, kind, a, b): `constant` a; `lognormal` median a, sigma b (times 1e6); `uniform` a..b.
+    `samples` (from a CSV) are drawn uniformly and exclude `parts`.
+    """
+
+    parts: tuple[tuple[float, str, int, int], ...] = ()
+    samples: tuple[int, ...] = ()
+
+
+class Costs(Record, frozen=True, kw_only=True):
+    """Durations (ns) of everything a pipeline does, for the simulator; a real backend takes what it takes."""
+
+    init: int
+    train: int
+    offload: int
+    onload: int
+    publish: int
+    sync: int
+    sleep: int
+    wake: int
+    restart: int
+    """Cold start of one engine after its process died."""
+    log_probs: int = 0
+    """One pass of old or reference log-probs, or of values."""
+    critic_train: int = 0
+    engine_slots: int = 16
+    trajectory: Durations
+
+
+class Evaluation(Record, frozen=True, kw_only=True):
+    """Evaluation rollouts: every `every` steps, `trajectories` of them, on one known version."""
+
+    every: int
+    trajectories: int
+
+
+class Trigger(Record, frozen=True, kw_only=True):
+    """Waits for an event of another pipeline instead of a time: `rollout_granted` or `init_accepted`."""
+
+    pipeline: str
+    event: str
+
+
+class Job(Record, frozen=True, kw_only=True):
+    """A pipeline and what its loop does."""
+
+    spec: PipelineSpec
+    steps: int
+    target: int
+    """Trajectories of one training batch: prompts x samples_per_prompt."""
+    costs: Costs
+    start_at: int = 0
+    start_after: Trigger | None = None
+    """File the INITIALIZATION request only after this happened (an event, not a time)."""
+    dispatch_after: Trigger | None = None
+    """Dispatch no trajectory before this happened."""
+    reissue_after: int = 0
+    """ns after which a trajectory in flight is given to another engine."""
+    max_attempts: int = 4
+    """Attempts that may *fail or time out* before a trajectory is given up; preemptions do not count."""
+    old_log_probs: bool = False
+    """Ask for OLD_LOG_PROBS before training (REF_LOG_PROBS, VALUE_COMPUTE and CRITIC_TRAINING follow from
+    the reference and critic groups)."""
+    evaluation: Evaluation | None = None
+    reward_s: int = 0
+    """Duration (ns) of the reward on CPU, after each trajectory."""
+
+
+class Fault(Record, frozen=True, kw_only=True):
+    """Something that goes wrong at `at` (ns)."""
+
+    at: int
+    kind: str
+    pipeline: str = ""
+    dp_rank: int = -1
+    node: int = -1
+    duration: int = 0
+    factor: float = 1.0
+    bytes: int = 0
+    count: int = 1
+    """How many messages or operations, in sequence, it hits."""
+
+
+class Expect(Record, frozen=True, kw_only=True):
+    outcome: str | None = None
+    max_wait: int | None = None
+    violations: tuple[str, ...] = ()
+    """Rules that may be broken; any other broken rule fails the run."""
+
+
+class Scenario(Record, frozen=True, kw_only=True):
+    name: str
+    cluster: Cluster
+    jobs: tuple[Job, ...]
+    driver: DriverPolicy = DriverPolicy.ISOLATE
+    demand: DemandPolicy = DemandPolicy.BATCH
+    seed: int = 0
+    faults: tuple[Fault, ...] = ()
+    expect: Expect | None = None
+    topology_source: str = "scenario"
