@@ -27,8 +27,6 @@ class Emptying(StrEnum):
 
     ABORT = "abort"
     DRAIN = "drain"
-    DRAIN_ONE = "drain_one"
-    """Wait until one trajectory is completed, then abort: keeps a restarting pipeline from losing every turn."""
     KEEP = "keep"
     """In-flight update: nothing is emptied."""
 

@@ -101,11 +101,26 @@ class Fault(Record, frozen=True, kw_only=True):
     """How many messages or operations, in sequence, it hits."""
 
 
+# How a run can end (`Expect.outcome`), and the rules that can be broken in it (docs/guarantees.md).
+OUTCOMES = ("completed", "failed", "deadlock", "starved", "interrupted")
+RULES = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "L1", "L2", "L3", "L4", "L5")
+
+
 class Expect(Record, frozen=True, kw_only=True):
+    """What must be true of the run. None: not asked."""
+
     outcome: str | None = None
+    """One of `OUTCOMES`."""
     max_wait: int | None = None
+    """ns; the longest `max_wait_s` of any pipeline."""
     violations: tuple[str, ...] = ()
     """Rules that may be broken; any other broken rule fails the run."""
+    max_makespan: int | None = None
+    """ns; the run takes no longer."""
+    min_handovers: int | None = None
+    """GPUs that passed from one pipeline to another, at least."""
+    failed: tuple[str, ...] | None = None
+    """Exactly these pipelines end with an error."""
 
 
 class Scenario(Record, frozen=True, kw_only=True):

@@ -37,6 +37,15 @@ class Role(StrEnum):
     REWARD = "reward"
 
 
+# What a worker group is called in scenario files, options and messages.
+ROLE_KEYS: dict[Role, str] = {
+    Role.ACTOR_TRAIN: "train",
+    Role.ACTOR_INFER: "infer",
+    Role.CRITIC: "critic",
+    Role.REFERENCE: "reference",
+    Role.REWARD: "reward",
+}
+
 # What a worker group may ask for. INITIALIZATION is asked for the whole pipeline, under its train role.
 PRIORITIES_OF: dict[Role, tuple[Priority, ...]] = {
     Role.ACTOR_TRAIN: (Priority.INITIALIZATION, Priority.ACTOR_TRAINING, Priority.OLD_LOG_PROBS),
@@ -148,6 +157,16 @@ class Partial(StrEnum):
     RESUME = "resume"
 
 
+class Overlap(StrEnum):
+    """What a pipeline promises about its own train and infer mappings; `topology.check_spec` holds it to that."""
+
+    ANY = "any"
+    PARTIAL = "partial"
+    """Every train GPU is also an inference GPU."""
+    NONE = "none"
+    """No GPU is in both."""
+
+
 class PipelineSpec(Record, frozen=True, kw_only=True):
     """Everything the core knows about a pipeline; declared at registration, never changed."""
 
@@ -163,6 +182,7 @@ class PipelineSpec(Record, frozen=True, kw_only=True):
     partial: Partial = Partial.RESTART
     in_flight_updates: bool = False
     """Sync without emptying the engine: running trajectories change version between two tokens."""
+    overlap: Overlap = Overlap.ANY
 
     def group(self, role: Role) -> WorkerGroup | None:
         for group in self.groups:
@@ -216,8 +236,8 @@ class PipelineState(Record, frozen=True, kw_only=True):
 
     batches: tuple[BatchState, ...] = ()
     """Open batches, ascending."""
-    closed_through: int = -1
-    """Every batch up to this number that is not listed is closed."""
+    opened_through: int = -1
+    """Highest batch number used so far; those up to it that are not listed are closed."""
     waiting: tuple[RequestState, ...] = ()
     """Requests not yet granted, as far as the pipeline knows."""
     leases: tuple[int, ...] = ()
@@ -228,6 +248,13 @@ class PipelineState(Record, frozen=True, kw_only=True):
     """Latest weight version in the cache; -1 before the first."""
     signals: int = 0
     """How many rollout signals were sent so far."""
+    admission: bool = False
+    """It has asked to be admitted."""
+    releasing: bool = False
+    """It waits for a planned release of its rollout engines to be confirmed."""
+    left: bool = False
+    error: str | None = None
+    """It is over, and why if it failed."""
 
 
 class DemandPolicy(StrEnum):

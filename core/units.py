@@ -6,6 +6,7 @@ before the instant it was set for, or whoever re-arms it spins.
 """
 
 import math
+from fractions import Fraction
 
 NS_PER_S = 1_000_000_000
 BYTES_PER_GIB = 1 << 30
@@ -14,6 +15,11 @@ BYTES_PER_GIB = 1 << 30
 def ns(seconds: float) -> int:
     """Seconds to nanoseconds, rounded up to the next whole one."""
     return math.ceil(seconds * NS_PER_S) if seconds % 1 else int(seconds) * NS_PER_S
+
+
+def ns_written(seconds: float) -> int:
+    """Seconds as a person wrote them, rounded up: 8.3 is 8_300_000_000 ns, although the float 8.3 is a bit more."""
+    return math.ceil(Fraction(repr(seconds)) * NS_PER_S)
 
 
 def seconds(nanos: int) -> float:

@@ -1,0 +1,91 @@
+"""Chance: draws that depend on nothing but what they are for.
+
+Rules of this room:
+
+1. A draw is a pure function of (seed, stream, names, numbers): `Stream(seed, "trajectory", "p1").pair(batch, index)`.
+   There is no generator whose state moves on, so no draw shifts another: a fault in one pipeline, or one draw more
+   in this file, leaves every other draw what it was (S7).
+2. A trajectory's length is drawn by (pipeline, batch, trajectory) and not by attempt: its prompt decides how long it
+   gets, and whoever has to repeat it pays the same again.
+3. Uniforms lie strictly between 0 and 1.
+
+Measured on Python 3.11: a keyed blake2b of 16 bytes, copied from a prepared state, costs 1.7 us a draw;
+`random.Random("...").random()` 9 us. A splitmix64 written in Python is no faster (1.9 us).
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Callable
+from hashlib import blake2b
+from itertools import accumulate
+from statistics import NormalDist
+from struct import Struct
+
+from core.config import Durations
+from core.lengths import SIGMA_UNIT
+
+Sampler = Callable[[float, float], int]
+
+_halves = Struct("<QQ").unpack
+_normal = NormalDist().inv_cdf
+UNIT = 2.0**-52
+US = 1_000
+
+
+class Stream:
+    """All draws for one purpose and one entity; the numbers given to `pair` name the single draw."""
+
+    __slots__ = ("_prepared",)
+
+    def __init__(self, seed: int, *names: str) -> None:
+        self._prepared = blake2b("\x1f".join((str(seed), *names)).encode(), digest_size=16)
+
+    def pair(self, *numbers: int) -> tuple[float, float]:
+        """Two independent uniforms."""
+        keyed = self._prepared.copy()
+        keyed.update(repr(numbers).encode())
+        first, second = _halves(keyed.digest())
+        # 52 of 64 bits, and a half, so that neither 0 nor 1 comes out.
+        return ((first >> 12) + 0.5) * UNIT, ((second >> 12) + 0.5) * UNIT
+
+
+class Draws:
+    """Durations (ns) drawn from one distribution, one a key."""
+
+    __slots__ = ("_pair", "_sample")
+
+    def __init__(self, durations: Durations, stream: Stream) -> None:
+        self._sample = sampler(durations)
+        self._pair = stream.pair
+
+    def of(self, *numbers: int) -> int:
+        return self._sample(*self._pair(*numbers))
+
+
+def sampler(durations: Durations) -> Sampler:
+    """How to turn two uniforms into a duration: the first chooses a part of the mixture, the second a value in it."""
+    if durations.samples:
+        return _from_samples(durations.samples)
+    parts = [_from_part(kind, a, b) for _, kind, a, b in durations.parts]
+    if not parts:
+        raise ValueError("a distribution without parts or samples has nothing to draw from")
+    if len(parts) == 1:
+        return parts[0]
+    bounds = list(accumulate(weight for weight, *_ in durations.parts))
+    last = len(parts) - 1
+    return lambda u, v: parts[min(bisect(bounds, u * bounds[-1]), last)](u, v)
+
+
+def _from_samples(samples: tuple[int, ...]) -> Sampler:
+    return lambda u, v: samples[min(int(u * len(samples)), len(samples) - 1)]
+
+
+def _from_part(kind: str, a: int, b: int) -> Sampler:
+    if kind == "constant":
+        return lambda u, v: a
+    if kind == "uniform":
+        return lambda u, v: a + int(v * (b - a))
+    if kind == "lognormal":
+        # Whole microseconds: the last bits of `exp` and `log` differ between C libraries.
+        return lambda u, v: int(a * math.exp(b / SIGMA_UNIT * _normal(v)) / US) * US
+    raise ValueError(f"no distribution is called {kind!r}")

@@ -1,0 +1,93 @@
+"""A plan, and the draft it is made in: what the two passes of the planner share.
+
+The draft is the ledger as it will be, seen through the decisions taken so far; nothing here changes the ledger.
+"""
+
+from core.ledger import Engine, Ledger, Lease, PipelineBook, Request
+
+
+class Plan:
+    """What should change. Lists are in order of decision; every entry says why in one clause."""
+
+    __slots__ = ("grants", "expands", "shrinks", "revoked", "waits", "review_at", "unmet")
+
+    def __init__(self) -> None:
+        self.grants: list[tuple[Request, str]] = []
+        """Requests whose whole mapping is promised from now on."""
+        self.expands: list[tuple[Engine, str]] = []
+        self.shrinks: list[tuple[Engine, str]] = []
+        self.revoked: list[tuple[Engine, str]] = []
+        """Engines that were promised GPUs and had not started to wake: the promise is taken back."""
+        self.waits: list[tuple[Request, str]] = []
+        """Requests that stay in the queue."""
+        self.review_at: int | None = None
+        """When time alone (a residence, a turn) will make another plan possible."""
+        self.unmet: dict[PipelineBook, None] = {}
+        """Pipelines that wait for somebody else's turn or residence to end."""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.grants or self.expands or self.shrinks or self.revoked)
+
+
+class Draft:
+    """A plan in the making: the ledger as it will be, seen through the changes decided so far."""
+
+    __slots__ = ("ledger", "plan", "given", "gone", "gone_last", "held", "touched")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.plan = Plan()
+        self.given: dict[int, Engine | Request] = {}
+        """GPUs promised by this plan."""
+        self.gone: dict[Engine, None] = {}
+        """Engines that lose their GPUs, or the promise of them, by this plan."""
+        self.gone_last: list[Engine] = []
+        """Of these, the ones of the last decision."""
+        self.held: dict[PipelineBook, int] = {}
+        """Engines up or promised, where this plan changes the number."""
+        self.touched: dict[PipelineBook, None] = {}
+        """Pipelines that this plan took something from."""
+
+    def tenant(self, gpu: int) -> Engine | Lease | Request | None:
+        given = self.given.get(gpu)
+        if given is not None:
+            return given
+        tenant = self.ledger.gpus[gpu].tenant
+        return None if tenant in self.gone else tenant
+
+    def up(self, book: PipelineBook) -> int:
+        """Engines the pipeline has, or is promised."""
+        held = self.held.get(book)
+        return len(book.up) if held is None else held
+
+    def evict(self, gpus: tuple[int, ...], why: str) -> None:
+        """Shrink every engine on these GPUs (or take its promise back)."""
+        self.gone_last = []
+        for gpu in gpus:
+            tenant = self.tenant(gpu)
+            if tenant is None:
+                continue
+            assert isinstance(tenant, Engine), f"GPU {gpu} belongs to {tenant}, which nobody may preempt"
+            self.gone[tenant] = None
+            self.gone_last.append(tenant)
+            self.held[tenant.book] = self.up(tenant.book) - 1
+            self.touched[tenant.book] = None
+            (self.plan.revoked if tenant in self.ledger.promised else self.plan.shrinks).append((tenant, why))
+
+    def grant(self, request: Request, why: str) -> None:
+        self.evict(request.gpus, f"for {request}")
+        for gpu in request.gpus:
+            self.given[gpu] = request
+        self.plan.grants.append((request, why))
+
+    def expand(self, engine: Engine, why: str) -> None:
+        self.evict(engine.gpus, f"for {engine.id}")
+        for gpu in engine.gpus:
+            self.given[gpu] = engine
+        self.held[engine.book] = self.up(engine.book) + 1
+        self.plan.expands.append((engine, why))
+
+    def review(self, at: int | None) -> None:
+        if at is not None and at > self.ledger.now and (self.plan.review_at is None or at < self.plan.review_at):
+            self.plan.review_at = at

@@ -1,0 +1,104 @@
+"""The oracles: S1 to S7 and L1 to L5 of the design, checked on the entries of any backend.
+
+1. Independent: what holds is rebuilt from the entries (`core.observed`), never asked of the scheduler or its ledger.
+2. Each oracle lives in one of three rooms: `oracles_safety` (S1-S4, S7), `oracles_samples` (S5, S6) and
+   `oracles_liveness` (L1-L5). Here are only the list of violations, the verdict and the order of things.
+3. An oracle looks at an entry *before* it is taken in: "was this GPU free when it was given away?"
+4. Deadlines are looked at when an entry or a `tick` passes them; none of them is ever in a calendar, so that no oracle
+   can keep a dead run alive.
+5. The first verdict freezes everything.
+
+What cannot be seen in one run is tested by two: under `isolate` a fault changes nothing but timing for the others (S7).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from core.config import DriverPolicy
+from core.model import Cluster, DemandPolicy
+from core.observed import Observed
+from core.oracles_liveness import LivenessOracles
+from core.oracles_safety import SafetyOracles
+from core.oracles_samples import SampleOracles
+from core.trace import Outcome, Verdict, Violation
+
+VIOLATIONS_KEPT = 1_000
+
+
+class Monitor:
+    """A listener that judges. `violations` grows, `verdict` is set once.
+
+    `settle_ns`: how long a GPU may stay unused before L4 asks why, and `skew_ns`: how late telemetry may be. Both are 0
+    in virtual time; a real backend needs a second or so.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        demand: DemandPolicy,
+        driver: DriverPolicy = DriverPolicy.ISOLATE,
+        settle_ns: int = 0,
+        skew_ns: int = 0,
+    ) -> None:
+        self.violations: list[Violation] = []
+        self.not_kept = 0
+        """Violations beyond the first `VIOLATIONS_KEPT`."""
+        self.verdict: Verdict | None = None
+        self.verdict_at_ns = -1
+        self.liveness = LivenessOracles(self, demand, settle_ns)
+        self.observed = Observed(cluster, self.liveness)
+        self._samples = SampleOracles(self)
+        self._safety = SafetyOracles(self, driver, skew_ns)
+        self._checks: dict[type, Callable[..., None] | tuple[Callable[..., None], ...]] = {}
+        for oracles in (self._safety, self._samples, self.liveness):
+            for kind, check in oracles.checks.items():
+                self._checks[kind] = (*self._checks.get(kind, ()), check)  # type: ignore[misc]
+
+    def __call__(self, i: int, t_ns: int, cause: int, item: Any) -> None:
+        if self.verdict is not None:
+            return
+        if t_ns > self.observed.now:
+            self.tick(t_ns)
+            if self.verdict is not None:
+                return
+        if type(item) is Verdict:
+            self._conclude(item)
+            return
+        for check in self._checks.get(type(item), ()):  # type: ignore[union-attr]
+            check(item)
+        self.observed.apply(i, t_ns, cause, item)
+
+    def tick(self, now_ns: int) -> None:
+        """Time has come this far, whether or not anything happened."""
+        if self.verdict is None:
+            self.liveness.advance(now_ns)
+            self.observed.now = max(self.observed.now, now_ns)
+
+    def on_quiescent(self, explanation: str) -> None:
+        """Nothing can happen any more (only daemon entries are left) and somebody still waits: L2."""
+        self.breach("L2", explanation)
+        self.decide(Verdict(outcome="deadlock", rule="L2", text=explanation))
+
+    def finish(self, outcome: Outcome) -> None:
+        """The run is over by itself: what must be settled now is looked at. Nothing is, after a verdict."""
+        self._conclude(Verdict(outcome=outcome))
+
+    def _conclude(self, verdict: Verdict) -> None:
+        if self.verdict is None and verdict.outcome in ("completed", "failed"):
+            self._safety.finish()
+            self._samples.finish()
+        self.decide(verdict)
+
+    # --- for the oracles -------------------------------------------------------------------------------
+
+    def breach(self, rule: str, detail: str, at_ns: int | None = None) -> None:
+        """Record a violation, of now unless `at_ns` says when."""
+        if len(self.violations) >= VIOLATIONS_KEPT:
+            self.not_kept += 1
+            return
+        self.violations.append(Violation(rule, self.observed.now if at_ns is None else at_ns, detail))
+
+    def decide(self, verdict: Verdict, at_ns: int | None = None) -> None:
+        if self.verdict is None:
+            self.verdict = verdict
+            self.verdict_at_ns = self.observed.now if at_ns is None else at_ns

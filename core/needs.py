@@ -1,0 +1,41 @@
+"""What a tenant brings to a GPU, in bytes: the declared side of S2 and of admission."""
+
+from collections.abc import Iterable
+
+from core.ledger import Engine, Lease, PipelineBook, Request
+from core.model import PipelineSpec, Priority, Role
+
+
+def processes_on(spec: PipelineSpec, gpu: int) -> int:
+    """Worker processes of an initialised pipeline that live on this GPU, asleep or not: one a worker group."""
+    return sum(gpu in group.gpus for group in spec.groups)
+
+
+def residue_on(spec: PipelineSpec, gpu: int) -> int:
+    """What an initialised pipeline keeps on this GPU when all of it sleeps."""
+    return processes_on(spec, gpu) * spec.memory.residue
+
+
+def active_need(spec: PipelineSpec, role: Role) -> int:
+    """What waking one process of this role adds to its residue."""
+    active = spec.memory.engine if role is Role.ACTOR_INFER else spec.memory.train
+    return max(0, active - spec.memory.residue)
+
+
+def largest_need(spec: PipelineSpec, gpu: int) -> int:
+    """The most that an initialised pipeline may add to this GPU at one time."""
+    return max((active_need(spec, group.role) for group in spec.groups if gpu in group.gpus), default=0)
+
+
+def tenant_need(tenant: Engine | Lease | Request) -> int:
+    """Bytes that must be free on each of its GPUs before this tenant may start, margin not included."""
+    if isinstance(tenant, Engine):
+        return active_need(tenant.book.spec, Role.ACTOR_INFER)
+    if tenant.priority is Priority.INITIALIZATION:
+        return tenant.book.spec.memory.init_peak
+    return active_need(tenant.book.spec, tenant.role)
+
+
+def expected_residue(books: Iterable[PipelineBook], gpu: int) -> int:
+    """What all initialised pipelines together should keep on a GPU while nobody uses it."""
+    return sum(residue_on(book.spec, gpu) for book in books)

@@ -1,0 +1,219 @@
+"""What a log shows: who holds which GPU, what each engine is doing, who wants what. Rebuilt from entries alone.
+
+1. It reads entries and nothing else: never the ledger, the planner or the scheduler. So it can be used to judge them.
+2. It judges nothing itself. An entry that makes no sense is taken at its word; the oracles say that it was wrong.
+3. A client message counts only if the rule of `core.events` lets it (the next `seq`, or a newer whole state), and is
+   undone if the note that follows says it was rejected.
+4. An entry costs what it names: nothing is ever scanned.
+
+Here is what the clients say; `observed_holdings` has what is done, `observed_nouns` the nouns of both.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from core import actions, events
+from core.model import BatchState, Cluster, PipelineSpec, Priority, Role
+from core.observed_holdings import Holdings
+from core.observed_nouns import Batch, Lease, Pipeline, Request, Watcher
+
+
+class Observed(Holdings):
+    """Everything the entries so far say. Changed by `apply` alone."""
+
+    def __init__(self, cluster: Cluster, watcher: Watcher | None = None) -> None:
+        super().__init__(cluster, watcher)
+        self._cause = -1
+        self._undo: tuple[int, Callable[[], object]] | None = None
+        """The last message that can be rejected: its entry, and how to take it back."""
+        self._handlers |= {
+            events.PipelineRegistered: self._registered,
+            events.PipelineAdmitted: self._plain_message,
+            events.LeaseRequested: self._lease_requested,
+            events.RequestCancelled: self._request_cancelled,
+            events.LeaseReleased: self._lease_released,
+            events.ReleasedAndRequested: self._released_and_requested,
+            events.BatchOpened: self._batch_opened,
+            events.RolloutSignalled: self._plain_message,
+            events.TrajectoryCompleted: self._trajectory_completed,
+            events.DemandChanged: self._demand_changed,
+            events.BatchClosed: self._batch_closed,
+            events.WeightsPublished: self._weights_published,
+            events.RolloutReleased: self._rollout_released,
+            events.EngineSuspected: self._plain_message,
+            events.PipelineLeft: self._left,
+            events.StateResent: self._state_resent,
+            actions.Note: self._note,
+        }
+
+    def apply(self, i: int, t_ns: int, cause: int, item: Any) -> None:
+        """Take one entry in, in order."""
+        self.now = t_ns
+        self.entry = i
+        self._cause = cause
+        handler = self._handlers.get(type(item))
+        if handler is not None:
+            handler(item)
+
+    def applies(self, message: events.Message) -> bool:
+        """Whether this message, not yet taken in, will count."""
+        pipeline = self.pipelines.get(message.pipeline)
+        return pipeline is not None and not pipeline.over and message.seq == pipeline.applied + 1
+
+    # --- client messages -------------------------------------------------------------------------------
+
+    def _accept(self, message: events.Message) -> Pipeline | None:
+        pipeline = self.pipelines.get(message.pipeline)
+        if pipeline is None or pipeline.over or message.seq != pipeline.applied + 1:
+            return None
+        pipeline.applied = message.seq
+        return pipeline
+
+    def _plain_message(self, message: events.Message) -> None:
+        self._accept(message)
+
+    def _registered(self, message: events.PipelineRegistered) -> None:
+        known = self.pipelines.get(message.pipeline)
+        if known is not None and not known.over:
+            self._accept(message)
+            return
+        if not self._possible(message.spec):
+            return  # it will be rejected
+        if known is not None:
+            self._forget(known)
+        pipeline = self.pipelines[message.pipeline] = Pipeline(message.spec, message.seq)
+        for engine in pipeline.engines:
+            for gpu in engine.gpus:
+                self.gpus[gpu].engines.append(engine)
+        self._undo = (self.entry, lambda: self._forget(pipeline))
+
+    def _possible(self, spec: PipelineSpec) -> bool:
+        infer = spec.group(Role.ACTOR_INFER)
+        known = all(0 <= gpu < len(self.gpus) for gpu in spec.union)
+        return infer is not None and infer.tp > 0 and known
+
+    def _forget(self, pipeline: Pipeline) -> None:
+        del self.pipelines[pipeline.id]
+        for engine in pipeline.engines:
+            for gpu in engine.gpus:
+                self.gpus[gpu].engines.remove(engine)
+
+    def _lease_requested(self, message: events.LeaseRequested) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            request = self._file(pipeline, message.request, message.role, message.priority)
+            self._undo = (self.entry, lambda: self._end_request(request))
+
+    def _released_and_requested(self, message: events.ReleasedAndRequested) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            lease = pipeline.leases.get(message.epoch)
+            self._claim_lease(lease)
+            request = self._file(pipeline, message.request, message.role, message.priority)
+            self._undo = (self.entry, lambda: self._take_back(request, lease))
+
+    def _take_back(self, request: Request, released: Lease | None) -> None:
+        self._end_request(request)
+        self._unclaim_lease(released)
+
+    def _request_cancelled(self, message: events.RequestCancelled) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            request = pipeline.requests.get(message.request)
+            if request is not None:
+                self._end_request(request)
+            for lease in pipeline.leases.values():
+                if lease.request == message.request:
+                    self._claim_lease(lease)
+
+    def _lease_released(self, message: events.LeaseReleased) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            self._claim_lease(pipeline.leases.get(message.epoch))
+
+    def _batch_opened(self, message: events.BatchOpened) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            known = message.batch in pipeline.batches
+            pipeline.batches.setdefault(message.batch, Batch(message.target))
+            self._recount(pipeline)
+            if not known:
+                self._undo = (self.entry, lambda: self._close_batch(pipeline, message.batch))
+
+    def _trajectory_completed(self, message: events.TrajectoryCompleted) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            batch = pipeline.batches.get(message.batch)
+            if batch is not None:
+                before = pipeline.demand
+                pipeline.demand -= batch.demand
+                batch.delivered = message.delivered
+                pipeline.demand += batch.demand
+                self._watcher.demand_changed(pipeline, before)
+
+    def _demand_changed(self, message: events.DemandChanged) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            batch = pipeline.batches.get(message.batch)
+            if batch is not None:
+                batch.target, batch.delivered = message.target, message.delivered
+                self._recount(pipeline)
+
+    def _batch_closed(self, message: events.BatchClosed) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            self._close_batch(pipeline, message.batch)
+
+    def _close_batch(self, pipeline: Pipeline, batch: int) -> None:
+        pipeline.batches.pop(batch, None)
+        self._recount(pipeline)
+
+    def _weights_published(self, message: events.WeightsPublished) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            pipeline.published = max(pipeline.published, message.version)
+
+    def _rollout_released(self, message: events.RolloutReleased) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            pipeline.releasing = True
+
+    def _left(self, message: events.PipelineLeft) -> None:
+        if (pipeline := self._accept(message)) is not None:
+            self._end_pipeline(pipeline)
+
+    def _state_resent(self, message: events.StateResent) -> None:
+        pipeline = self.pipelines.get(message.pipeline)
+        if pipeline is None or pipeline.over or message.seq <= pipeline.applied:
+            return
+        pipeline.applied = message.seq
+        state = message.state
+        pipeline.published = max(pipeline.published, state.published)
+        self._resend_batches(pipeline, state.batches, state.closed_through)
+        waiting = {asked.request: asked for asked in state.waiting}
+        for lease in tuple(pipeline.leases.values()):
+            known = lease.request <= state.requests_through and lease.request not in waiting
+            if known and lease.epoch not in state.leases:
+                self._claim_lease(lease)
+        for request in tuple(pipeline.requests.values()):
+            if request.number <= state.requests_through and request.number not in waiting:
+                self._end_request(request)
+        held = [lease.request for lease in pipeline.leases.values()]
+        for asked in waiting.values():
+            if asked.request not in pipeline.requests and asked.request not in held:
+                self._file(pipeline, asked.request, asked.role, asked.priority)
+
+    def _resend_batches(self, pipeline: Pipeline, open: tuple[BatchState, ...], closed_through: int) -> None:
+        for number in [number for number in pipeline.batches if number <= closed_through]:
+            del pipeline.batches[number]
+        for batch in open:
+            pipeline.batches[batch.batch] = Batch(batch.target, batch.delivered)
+        self._recount(pipeline)
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    def _file(self, pipeline: Pipeline, number: int, role: Role, priority: Priority) -> Request:
+        request = pipeline.requests[number] = Request(pipeline, number, role, priority, self.now)
+        for gpu in request.gpus:
+            self.gpus[gpu].waiting[(pipeline.id, number)] = request
+        self._watcher.request_filed(request)
+        return request
+
+    def _note(self, note: actions.Note) -> None:
+        if note.kind == "quarantine":
+            for id in note.gpus:
+                self.gpus[id].quarantined = self.gpus[id].tenant is not None
+                self._watcher.gpu_changed(self.gpus[id])
+        elif note.kind == "rejected" and self._undo is not None and self._undo[0] == self._cause:
+            self._undo[1]()
+            self._undo = None

@@ -1,0 +1,356 @@
+"""L1 to L5: who waits too long, what lies idle, what moves for nothing.
+
+L1  A pipeline with demand completes a trajectory within `bounds.rollout`. Its clock starts when demand and engines both
+    exist, and again with each completed trajectory; a failure of its own starts it again too, but not for ever.
+L2  A pipeline cut off from all its engines has failed by then. (The exact deadlock is found by the backend's calendar.)
+L3  A non-rollout request is granted within `bounds.grant`.
+L4  When an instant is over, no GPU is left free on which a declared engine with demand could have been woken, unless
+    it is reserved for a request, or for a wider engine, all of whose other GPUs are being freed. Policy `batch` only.
+L5  An engine is not given to another rollout within its residence, and is not put to sleep just to be woken again.
+
+Demand is measured by open batches, whatever the policy under test. Deadlines lie in a heap and are moved lazily: a
+completed trajectory only notes the time.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from core import actions, bounds, events
+from core.model import DemandPolicy, PipelineSpec
+from core.observed import Observed
+from core.observed_nouns import Doing, Engine, Gpu, Pipeline, Request, Watcher
+from core.trace import Verdict
+from core.units import show_s
+
+if TYPE_CHECKING:
+    from core.monitor import Monitor
+
+EXCUSES = 8
+"""Failures of its own that start a pipeline's clock again, between two completed trajectories."""
+
+
+class Shrink(NamedTuple):
+    """The last time an engine was put to sleep."""
+
+    entry: int
+    wanted: bool
+    """Its pipeline had demand and did not ask for it."""
+    early: bool
+    """Within its residence, and no request for its GPUs to justify that."""
+
+
+class LivenessOracles(Watcher):
+    def __init__(self, monitor: "Monitor", demand: DemandPolicy, settle_ns: int) -> None:
+        self._monitor = monitor
+        self._conserving = demand is DemandPolicy.BATCH
+        self._settle_ns = settle_ns
+        self._deadlines: list[tuple[int, int, str, int]] = []
+        """(when, entry, pipeline, request number; -1: its rollout)."""
+        self._since: dict[str, int] = {}
+        """Pipelines with demand: when they last completed something, or began to want it."""
+        self._scheduled: dict[str, None] = {}
+        self._excuses: dict[str, int] = {}
+        self._bounds: dict[object, int] = {}
+        self._everyone: list[PipelineSpec] = []
+        self._touched: deque[tuple[int, int]] = deque()
+        self._touched_at: dict[int, int] = {}
+        self._parked: dict[tuple[str, int], list[Gpu]] = {}
+        self._last_up: dict[str, int] = {}
+        self._shrinks: dict[Engine, Shrink] = {}
+        self._withdrawn: dict[str, int] = {}
+        """Entry in which a pipeline last stopped wanting anything."""
+        self._request_gone: dict[int, int] = {}
+        """Entry in which a request for a GPU last ended without a grant."""
+        self._last_failure = -1
+        self.checks: dict[type, Callable[[Any], None]] = {
+            events.TrajectoryCompleted: self._progress,
+            events.WeightsPublished: self._published,
+            events.ActionFailed: self._action_failed,
+            events.ActionUnknown: self._action_failed,
+            events.EngineDied: self._own_failure,
+            events.TrainerFailed: self._own_failure,
+            events.EngineSuspected: self._own_failure,
+            events.NodeLeft: self._node_left,
+            actions.SleepEngine: self._sleep,
+            actions.WakeEngine: self._wake,
+        }
+
+    @property
+    def _observed(self) -> Observed:
+        return self._monitor.observed
+
+    def advance(self, now_ns: int) -> None:
+        """Time moves to `now_ns`: the instant before is over, and deadlines before it have passed."""
+        while self._touched and self._touched[0][0] + self._settle_ns < now_ns:
+            at, gpu = self._touched.popleft()
+            if self._touched_at[gpu] == at:
+                self._conserve(self._observed.gpus[gpu], at)
+        while self._deadlines and self._deadlines[0][0] < now_ns and self._monitor.verdict is None:
+            _, _, pipeline, request = heapq.heappop(self._deadlines)
+            if request < 0:
+                self._rollout_due(pipeline, now_ns)
+            else:
+                self._request_due(pipeline, request, now_ns)
+
+    # --- L1, L2: rollouts ------------------------------------------------------------------------------
+
+    def demand_changed(self, pipeline: Pipeline, before: int) -> None:
+        if pipeline.demand > before:
+            self._review(pipeline)
+        elif pipeline.demand == 0:
+            self._since.pop(pipeline.id, None)
+            self._withdrawn[pipeline.id] = self._observed.entry
+
+    def lifecycle_changed(self, pipeline: Pipeline) -> None:
+        if pipeline.over:
+            self._since.pop(pipeline.id, None)
+            self._withdrawn[pipeline.id] = self._observed.entry
+        else:
+            self._review(pipeline)
+
+    def _review(self, pipeline: Pipeline) -> None:
+        """It may want rollout from now on, or more of it."""
+        if not pipeline.wants_rollout:
+            return
+        if pipeline.id not in self._since:
+            self._since[pipeline.id] = self._observed.now
+            self._excuses[pipeline.id] = 0
+            self._schedule(pipeline)
+        self._touch_engines(pipeline)
+
+    def _schedule(self, pipeline: Pipeline) -> None:
+        if pipeline.id not in self._scheduled:
+            self._scheduled[pipeline.id] = None
+            when = self._since[pipeline.id] + self._rollout_bound(pipeline)
+            heapq.heappush(self._deadlines, (when, self._observed.entry, pipeline.id, -1))
+
+    def _rollout_due(self, id: str, now_ns: int) -> None:
+        self._scheduled.pop(id, None)
+        if id not in self._since:
+            return
+        pipeline = self._observed.pipelines[id]
+        bound = self._rollout_bound(pipeline)
+        deadline = self._since[id] + bound
+        if deadline >= now_ns:
+            self._schedule(pipeline)
+            return
+        if any(self._feasible(engine) for engine in pipeline.engines):
+            rule, text = "L1", f"{id} wants {pipeline.demand} trajectories and completed none in {show_s(bound)}"
+        else:
+            rule, text = "L2", f"{id} is cut off from all its engines and did not end as failed in {show_s(bound)}"
+        self._starved(rule, text, deadline)
+
+    def _feasible(self, engine: Engine) -> bool:
+        gpus = (self._observed.gpus[gpu] for gpu in engine.gpus)
+        return not any(gpu.lost or gpu.quarantined for gpu in gpus)
+
+    def _starved(self, rule: str, text: str, at_ns: int) -> None:
+        self._monitor.breach(rule, text, at_ns)
+        self._monitor.decide(Verdict(outcome="starved", rule=rule, text=text), at_ns)
+
+    def _progress(self, event: events.TrajectoryCompleted) -> None:
+        if event.pipeline in self._since:
+            self._since[event.pipeline] = self._observed.now
+            self._excuses[event.pipeline] = 0
+
+    def _own_failure(self, event: Any) -> None:
+        self._last_failure = self._observed.entry + 1
+        self._excuse(event.pipeline)
+
+    def _excuse(self, id: str) -> None:
+        if id in self._since and self._excuses[id] < EXCUSES:
+            self._excuses[id] += 1
+            self._since[id] = self._observed.now
+
+    def _action_failed(self, event: events.ActionFailed | events.ActionUnknown) -> None:
+        self._last_failure = self._observed.entry + 1
+        match self._observed.pending.get(event.action):
+            case actions.AwaitMemory(gpus=gpus):
+                for id in dict.fromkeys(e.pipeline.id for gpu in gpus for e in self._observed.gpus[gpu].engines):
+                    self._excuse(id)
+            case actions.EngineAction(pipeline=id) | actions.GrantLease(pipeline=id):
+                self._excuse(id)
+
+    def _node_left(self, event: events.NodeLeft) -> None:
+        self._last_failure = self._observed.entry + 1
+        for pipeline in self._observed.pipelines.values():
+            if any(self._observed.cluster.node_of(gpu) == event.node for gpu in pipeline.spec.union):
+                self._excuse(pipeline.id)
+
+    # --- L3: requests ----------------------------------------------------------------------------------
+
+    def request_filed(self, request: Request) -> None:
+        when = request.filed_at + self._request_bound(request)
+        heapq.heappush(self._deadlines, (when, self._observed.entry, request.pipeline.id, request.number))
+        self._touch_requested(request)
+
+    def request_ended(self, request: Request) -> None:
+        if not request.granted:
+            for id in request.gpus:
+                self._request_gone[id] = self._observed.entry
+        for gpu in self._parked.pop((request.pipeline.id, request.number), ()):
+            self._touch(gpu)
+
+    def _request_due(self, id: str, number: int, now_ns: int) -> None:
+        pipeline = self._observed.pipelines.get(id)
+        request = pipeline.requests.get(number) if pipeline else None
+        if request is None:
+            return
+        bound = self._request_bound(request)
+        deadline = request.filed_at + bound
+        if deadline >= now_ns:  # somebody came who may go first
+            heapq.heappush(self._deadlines, (deadline, self._observed.entry, id, number))
+            return
+        text = f"{id} asked for {request.role} ({request.priority.name}) and was not granted it in {show_s(bound)}"
+        self._starved("L3", text, deadline)
+
+    # --- bounds, computed when asked for and kept until somebody registers -------------------------------
+
+    def _rollout_bound(self, pipeline: Pipeline) -> int:
+        return self._bound(pipeline, pipeline.id, lambda *who: bounds.rollout(pipeline.spec, *who))
+
+    def _request_bound(self, request: Request) -> int:
+        spec, priority = request.pipeline.spec, request.priority
+        return self._bound(request.pipeline, (spec.id, priority), lambda *who: bounds.grant(spec, priority, *who))
+
+    def _bound(self, pipeline: Pipeline, key: object, formula: Callable[..., int]) -> int:
+        if len(self._everyone) != len(self._observed.pipelines):
+            self._everyone = [known.spec for known in self._observed.pipelines.values()]
+            self._bounds.clear()
+        if key not in self._bounds:
+            sharers = bounds.sharers_of(pipeline.spec, self._everyone)
+            self._bounds[key] = formula(sharers, self._everyone)
+        return self._bounds[key]
+
+    # --- L4: work conservation -------------------------------------------------------------------------
+
+    def gpu_changed(self, gpu: Gpu) -> None:
+        self._touch(gpu)
+        for engine in gpu.engines:
+            if len(engine.gpus) > 1:
+                for id in engine.gpus:
+                    self._touch(self._observed.gpus[id])
+        for key in gpu.waiting:
+            for parked in self._parked.pop(key, ()):
+                self._touch(parked)
+
+    def engine_changed(self, engine: Engine) -> None:
+        pipeline = engine.pipeline
+        before = self._last_up.get(pipeline.id, 0)
+        if pipeline.up != before:
+            self._last_up[pipeline.id] = pipeline.up
+            if pipeline.up < before:
+                self._touch_engines(pipeline)
+
+    def _published(self, event: events.WeightsPublished) -> None:
+        pipeline = self._observed.pipelines.get(event.pipeline)
+        if pipeline is not None and pipeline.published < 0:
+            self._touch_engines(pipeline)
+
+    def _touch_engines(self, pipeline: Pipeline) -> None:
+        for engine in pipeline.engines:
+            if not engine.up:
+                for gpu in engine.gpus:
+                    self._touch(self._observed.gpus[gpu])
+
+    def _touch_requested(self, request: Request) -> None:
+        for gpu in request.gpus:
+            self._touch(self._observed.gpus[gpu])
+
+    def _touch(self, gpu: Gpu) -> None:
+        """Look at this GPU when the instant is over."""
+        now = self._observed.now
+        if self._conserving and gpu.tenant is None and self._touched_at.get(gpu.id) != now:
+            self._touched_at[gpu.id] = now
+            self._touched.append((now, gpu.id))
+
+    def _conserve(self, gpu: Gpu, at_ns: int) -> None:
+        if not gpu.free or gpu.watches:
+            return
+        for engine in gpu.engines:
+            if self._could_wake(engine) and all(self._open_to(engine, self._observed.gpus[g]) for g in engine.gpus):
+                if self._reserved(engine, gpu):
+                    continue
+                pipeline = engine.pipeline
+                want = f"{pipeline.id} wants {pipeline.demand} trajectories and has {pipeline.up} engines"
+                self._monitor.breach("L4", f"GPU {gpu.id} is idle; {want}; {engine.id} could be woken there", at_ns)
+                return
+
+    def _could_wake(self, engine: Engine) -> bool:
+        pipeline = engine.pipeline
+        return (
+            engine.doing is Doing.ASLEEP
+            and not engine.failing
+            and pipeline.wants_rollout
+            and not pipeline.releasing
+            and pipeline.published >= 0
+            and bounds.worth_waking(pipeline.demand, pipeline.up, len(pipeline.engines))
+        )
+
+    def _open_to(self, engine: Engine, gpu: Gpu) -> bool:
+        memory = engine.pipeline.spec.memory
+        need = memory.engine - memory.residue + self._observed.cluster.memory_margin
+        return gpu.free and not gpu.watches and (gpu.free_bytes is None or gpu.free_bytes >= need)
+
+    def _reserved(self, engine: Engine, gpu: Gpu) -> bool:
+        """Exception (a): somebody else is about to use one of its GPUs, and only waits for others to be freed."""
+        gpus = self._observed.gpus
+        for id in engine.gpus:
+            for key, request in gpus[id].waiting.items():
+                if all(gpus[other].being_freed for other in request.gpus):
+                    self._parked.setdefault(key, []).append(gpu)
+                    return True
+            for rival in gpus[id].engines:
+                if rival is not engine and self._could_wake(rival) and self._half_free(rival):
+                    return True
+        return False
+
+    def _half_free(self, engine: Engine) -> bool:
+        gpus = [self._observed.gpus[gpu] for gpu in engine.gpus]
+        return all(gpu.being_freed for gpu in gpus) and not all(gpu.free for gpu in gpus)
+
+    # --- L5: thrash ------------------------------------------------------------------------------------
+
+    def _sleep(self, action: actions.SleepEngine) -> None:
+        engine = self._observed.engine(action.pipeline, action.dp_rank)
+        if engine is None:
+            return
+        pipeline, now = engine.pipeline, self._observed.now
+        wanted = pipeline.wants_rollout and not pipeline.releasing and not engine.failing
+        since = engine.routable_since
+        young = since is None or now - since < pipeline.spec.min_residence
+        spare = pipeline.up > pipeline.demand
+        asked_for = any(self._observed.gpus[gpu].waiting for gpu in engine.gpus)
+        early = wanted and young and not spare and not asked_for
+        self._shrinks[engine] = Shrink(self._observed.entry + 1, wanted, early)
+
+    def _wake(self, action: actions.WakeEngine) -> None:
+        engine = self._observed.engine(action.pipeline, action.dp_rank)
+        if engine is None:
+            return
+        gpus = [self._observed.gpus[gpu] for gpu in engine.gpus]
+        for gpu in gpus:
+            donor = gpu.last
+            if not isinstance(donor, Engine) or donor.pipeline is engine.pipeline:
+                continue
+            shrink = self._shrinks.pop(donor, None)
+            if shrink and shrink.early:
+                residence = show_s(donor.pipeline.spec.min_residence)
+                self._monitor.breach("L5", f"{donor.id} gave GPU {gpu.id} to {engine.id} within {residence}")
+        shrink = self._shrinks.pop(engine, None)
+        if shrink and shrink.wanted and all(gpu.last is engine for gpu in gpus) and not self._excused(engine, shrink):
+            self._monitor.breach("L5", f"{engine.id} is put to sleep and woken again; nobody used its GPUs meanwhile")
+
+    def _excused(self, engine: Engine, shrink: Shrink) -> bool:
+        """Whoever its GPUs were meant for stopped wanting them, or something failed."""
+        if self._last_failure > shrink.entry:
+            return True
+        for id in engine.gpus:
+            if self._request_gone.get(id, -1) > shrink.entry:
+                return True
+            rivals = self._observed.gpus[id].engines
+            if any(self._withdrawn.get(rival.pipeline.id, -1) > shrink.entry for rival in rivals):
+                return True
+        return False

@@ -1,0 +1,471 @@
+"""What clients say: each message checked, then taken into the books. A mistake is answered to whoever made it.
+
+A message is applied if it is the pipeline's next one, or if it carries the whole state and is newer than all before.
+Everything else is late or doubled (acknowledged again, no effect) or early (not acknowledged: the port will repeat
+with its whole state). So a lost, late, doubled or reordered message can delay, but never wedge.
+"""
+
+from collections.abc import Callable
+
+from core import actions, events
+from core.demand import demand, due, progressed, released, signal_arrived
+from core.engines import UNKNOWN, clear, deliver_grant, kill, quarantine, settle, watch_gpu
+from core.errors import Conflict, RequestError, StaleLease, UnknownName
+from core.ledger import EngineState, Hold, Lease, Phase, PipelineBook, Request
+from core.model import PRIORITIES_OF, BatchState, PipelineState, Priority, RequestState, Role
+from core.needs import largest_need
+from core.state import Reply, State
+from core.budget import check_fit
+from core.topology import check_spec
+
+BANDS = 8
+"""How often, within one set of open batches, progress alone makes the shares be computed again."""
+
+
+def receive(state: State, message: events.Message) -> None:
+    """Apply one client message, or say why not."""
+    if isinstance(message, events.PipelineRegistered):
+        _answer(state, message, _register)
+        return
+    book = state.ledger.books.get(message.pipeline)
+    if book is None:
+        error = UnknownName(f"no pipeline {message.pipeline!r} is registered; register it first")
+        state.out.replies.append(Reply(message.pipeline, message.seq, error))
+        return
+    whole = isinstance(message, events.StateResent)
+    if message.seq <= book.seq:
+        state.out.replies.append(Reply(book.id, book.seq))
+    elif whole or message.seq == book.seq + 1:
+        book.seq = message.seq
+        _answer(state, message, _HANDLERS[type(message)])
+    # else: something before it is missing; unacknowledged, it will come again with the whole state
+
+
+def _answer(state: State, message: events.Message, handle: Callable[[State, events.Message], None]) -> None:
+    error = None
+    try:
+        handle(state, message)
+    except RequestError as mistake:
+        error = mistake
+        state.note("rejected", str(mistake), message.pipeline)
+    state.out.replies.append(Reply(message.pipeline, message.seq, error))
+
+
+def _book(state: State, message: events.Message) -> PipelineBook:
+    """The sender's book, if it may still ask for things."""
+    book = state.ledger.books[message.pipeline]
+    if not book.alive:
+        raise Conflict(f"pipeline {book.id} is over ({book.reason or 'it left'}); register it again to run again")
+    return book
+
+
+# --- coming and going -------------------------------------------------------------------------------------
+
+
+def _register(state: State, message: events.PipelineRegistered) -> None:
+    spec, ledger = message.spec, state.ledger
+    known = ledger.books.get(spec.id)
+    if message.pipeline != spec.id:
+        raise Conflict(f"message from {message.pipeline!r} registers {spec.id!r}")
+    if known is not None and known.alive and known.spec == spec:
+        return
+    check_spec(ledger.cluster, spec)
+    if known is not None:
+        if known.stop > 0 or known.clearing or (known.alive and (known.phase is not Phase.REGISTERED or known.requests)):
+            raise Conflict(f"pipeline {spec.id} is registered with other worker groups and still in use; let it leave first")
+        _forget(state, known)
+    book = PipelineBook(spec, ledger.registrations)
+    ledger.registrations += 1
+    ledger.books[spec.id] = book
+    book.seq = message.seq
+    for gpu in spec.union:
+        ledger.mapped[gpu][book] = None
+    state.remap()
+
+
+def _forget(state: State, book: PipelineBook) -> None:
+    for gpu in book.spec.union:
+        state.ledger.mapped[gpu].pop(book, None)
+    del state.ledger.books[book.id]
+    state.remap()
+
+
+def _admit(state: State, message: events.PipelineAdmitted) -> None:
+    book = _book(state, message)
+    if book.phase is not Phase.REGISTERED:
+        return
+    others = [o.spec for o in state.ledger.books.values() if o.phase in (Phase.ADMITTED, Phase.READY)]
+    check_fit(state.ledger.cluster, others, book.spec)
+    book.phase = Phase.ADMITTED
+
+
+def _leave(state: State, message: events.PipelineLeft) -> None:
+    book = state.ledger.books[message.pipeline]
+    book.leave_asked = True
+    if book.alive:
+        book.phase = Phase.LEFT
+        book.reason = message.error or ""
+        teardown(state, book, tell=False)
+    else:
+        settle(state, book)
+
+
+def teardown(state: State, book: PipelineBook, tell: bool) -> None:
+    """The pipeline is over: drop what it wanted, take back what it had, stop its workers."""
+    ledger = state.ledger
+    if tell:
+        state.ask(actions.FailPipeline, None, book.spec.limits.command, pipeline=book.id, reason=book.reason)
+    for request in list(book.requests.values()):
+        _drop_request(state, request)
+    book.batches.clear()
+    book.recount()
+    released(book)
+    book.releasing = False
+    book.hungry_since = -1
+    for engine in book.engines:
+        if engine in ledger.promised:
+            ledger.break_promise(engine)
+        if engine.holds:
+            ledger.clear(engine.gpus, book, f"{book.id} is over")
+        ledger.doomed.pop(engine, None)
+        ledger.unserving.pop(engine, None)
+        engine.doomed = False
+        engine.operation = 0
+        state.set_engine(engine, EngineState.DEAD)
+    book.up.clear()
+    for lease in list(book.leases.values()):
+        _end_lease(state, lease)
+        ledger.clear(lease.gpus, book, f"{book.id} is over")
+    for gpu in book.spec.union:
+        ledger.mapped[gpu].pop(book, None)
+    _declare_needs(state, book)
+    limit = book.spec.limits.sleep
+    book.stop = state.ask(actions.StopPipeline, book, limit, pipeline=book.id, reason=book.reason or "it left")
+    state.touch(book, book.spec.union)
+    state.remap()
+
+
+def _declare_needs(state: State, book: PipelineBook) -> None:
+    """What must be seen free on the GPUs of a pipeline that became ready, or went."""
+    ledger = state.ledger
+    for gpu in book.spec.union:
+        needs = [largest_need(other.spec, gpu) for other in ledger.residents(gpu)]
+        ledger.need[gpu] = max(needs, default=0) + ledger.cluster.memory_margin
+
+
+def stopped(state: State, book: PipelineBook, failure: str | None) -> None:
+    """The workers are stopped, or nobody knows: watch what they held."""
+    book.stop = -1
+    if failure:
+        quarantine(state, tuple(book.clearing), book, f"workers of {book.id} could not be stopped: {failure}")
+    for gpu in book.clearing:
+        watch_gpu(state, gpu, book, None)
+    settle(state, book)
+
+
+# --- leases -------------------------------------------------------------------------------------------------
+
+
+def _request(state: State, message: events.LeaseRequested | events.ReleasedAndRequested) -> None:
+    book = _book(state, message)
+    _file(state, book, RequestState(request=message.request, role=message.role, priority=message.priority))
+
+
+def _file(state: State, book: PipelineBook, wanted: RequestState) -> None:
+    if wanted.request <= book.requests_through:
+        return  # a retry
+    gpus = check_request(state, book, wanted.role, wanted.priority)
+    now = state.ledger.now
+    book.requests_through = wanted.request
+    request = Request(book, wanted.request, wanted.role, wanted.priority, gpus, now, due(now, wanted.priority))
+    book.requests[request.number] = request
+    state.ledger.waiting[request] = None
+    if request.priority is Priority.INITIALIZATION:
+        state.note("init_accepted", f"{book.id} asks for GPUs {list(gpus)} to initialise", book.id, gpus=gpus)
+    state.touch()
+
+
+def check_request(state: State, book: PipelineBook, role: Role, priority: Priority) -> tuple[int, ...]:
+    """The GPUs that such a request asks for; raises RequestError if it may not be made."""
+    group = book.spec.group(role)
+    if group is None:
+        raise UnknownName(f"pipeline {book.id} has no worker group {role}")
+    if priority not in PRIORITIES_OF[role]:
+        allowed = ", ".join(p.name for p in PRIORITIES_OF[role]) or "nothing"
+        raise RequestError(f"{book.id}: worker group {role} may ask for {allowed}, not for {priority.name}")
+    if priority is Priority.GENERATION:
+        raise RequestError(f"{book.id}: rollout engines are not requested; open a rollout batch instead")
+    initial = priority is Priority.INITIALIZATION
+    if initial and book.phase is not Phase.ADMITTED:
+        raise Conflict(f"{book.id}: INITIALIZATION may be requested once, after admission (it is {book.phase})")
+    if not initial and book.phase is not Phase.READY:
+        raise Conflict(f"{book.id}: {priority.name} may be requested after initialisation (it is {book.phase})")
+    gpus = book.spec.union if initial else group.gpus
+    gone = [gpu for gpu in gpus if state.ledger.gpus[gpu].gone]
+    if gone:
+        raise RequestError(f"{book.id}: {role} needs GPU {gone[0]}, which is gone ({state.ledger.gpus[gone[0]].why})")
+    return gpus
+
+
+def _cancel(state: State, message: events.RequestCancelled) -> None:
+    book = state.ledger.books[message.pipeline]
+    request = book.requests.get(message.request)
+    if request is not None:
+        _drop_request(state, request)
+        return
+    for lease in list(book.leases.values()):
+        if lease.request == message.request:
+            release(state, lease)
+
+
+def _drop_request(state: State, request: Request) -> None:
+    ledger = state.ledger
+    request.book.requests.pop(request.number, None)
+    if request.promised:
+        ledger.break_promise(request)
+        state.touch(None, request.gpus)
+    ledger.waiting.pop(request, None)
+    state.touch()
+
+
+def _release(state: State, message: events.LeaseReleased) -> None:
+    release(state, _lease(state.ledger.books[message.pipeline], message.epoch))
+
+
+def _lease(book: PipelineBook, epoch: int) -> Lease:
+    lease = book.leases.get(epoch)
+    if lease is None:
+        held = ", ".join(str(e) for e in book.leases) or "none"
+        raise StaleLease(f"pipeline {book.id} holds no lease with epoch {epoch} (its leases: {held})")
+    return lease
+
+
+def _end_lease(state: State, lease: Lease) -> None:
+    del state.ledger.leases[lease.epoch]
+    del lease.book.leases[lease.epoch]
+    if state.ledger.init is lease:
+        state.ledger.init = None
+        state.touch()
+    state.cancel_timer(f"hold/{lease.epoch}")
+
+
+def release(state: State, lease: Lease) -> None:
+    """The holder says that it is offloaded."""
+    book = lease.book
+    _end_lease(state, lease)
+    if lease.priority is Priority.INITIALIZATION and book.phase is Phase.ADMITTED:
+        book.phase = Phase.READY
+        _declare_needs(state, book)
+    clear(state, lease.gpus, book, f"release by {lease}", lease)
+    state.touch(book, lease.gpus)
+    feed(state, book)
+
+
+def _release_and_request(state: State, message: events.ReleasedAndRequested) -> None:
+    book = _book(state, message)
+    lease = _lease(book, message.epoch)
+    if message.request > book.requests_through:
+        check_request(state, book, message.role, message.priority)
+    release(state, lease)
+    _request(state, message)
+
+
+def lease_overdue(state: State, epoch: int) -> None:
+    """A maximum hold is over."""
+    lease = state.ledger.leases.get(epoch)
+    if lease is not None:
+        held = (state.ledger.now - lease.granted_at) / 1e9
+        state.fail(lease.book, f"its {lease.role} held GPUs {list(lease.gpus)} for {held:g} s, longer than its limit")
+
+
+def grant_delivered(state: State, lease: Lease, failure: str | None) -> None:
+    """A grant reached its client, or did not. If nobody knows, the client's next repetition tells."""
+    if failure and not failure.startswith(UNKNOWN) and lease.epoch in state.ledger.leases:
+        release(state, lease)
+
+
+# --- rollout ------------------------------------------------------------------------------------------------
+
+
+def feed(state: State, book: PipelineBook, *, progress: bool = False) -> None:
+    """Keep `hungry_since` true after anything that changes demand or completes a trajectory."""
+    wanted = demand(book, state.ledger.policy) if book.phase is Phase.READY else 0
+    if not wanted:
+        book.hungry_since = -1
+    elif progress or book.hungry_since < 0:
+        book.hungry_since = state.ledger.now
+
+
+def _wish_changed(state: State, book: PipelineBook) -> None:
+    book.recount()
+    book.planned_at = book.open_demand
+    feed(state, book)
+    state.touch(book)
+
+
+def _open_batch(state: State, message: events.BatchOpened) -> None:
+    book = _book(state, message)
+    if message.target < 1:
+        raise RequestError(f"{book.id}: batch {message.batch} has target {message.target}; it must be at least 1")
+    if message.batch <= book.opened_through:
+        return
+    book.opened_through = message.batch
+    book.batches[message.batch] = BatchState(batch=message.batch, target=message.target, kind=message.kind)
+    _wish_changed(state, book)
+
+
+def _signal(state: State, message: events.RolloutSignalled) -> None:
+    book = _book(state, message)
+    signal_arrived(book, state.ledger.now)
+    feed(state, book)
+    state.touch(book)
+
+
+def _complete(state: State, message: events.TrajectoryCompleted) -> None:
+    """The hot path: one completed trajectory. It costs a plan only if it can change the assignment."""
+    book = _book(state, message)
+    batch = _batch(book, message.batch)
+    if not batch.delivered < message.delivered <= batch.target:
+        raise Conflict(
+            f"{book.id}: batch {batch.batch} has {batch.delivered} of {batch.target} delivered, not {message.delivered}"
+        )
+    book.batches[batch.batch] = BatchState(
+        batch=batch.batch, target=batch.target, delivered=message.delivered, kind=batch.kind
+    )
+    book.open_demand -= message.delivered - batch.delivered
+    progressed(book)
+    feed(state, book, progress=True)
+    first = False
+    if 0 <= message.dp_rank < len(book.engines):
+        engine = book.engines[message.dp_rank]
+        engine.completed += 1
+        first = engine.completed == 1
+    if not book.open_demand or book.planned_at - book.open_demand > book.open_target // BANDS:
+        book.planned_at = book.open_demand
+        state.touch(book)
+    elif first and (state.contended or state.ledger.waiting):
+        state.touch(book)
+
+
+def _batch(book: PipelineBook, number: int) -> BatchState:
+    batch = book.batches.get(number)
+    if batch is None:
+        raise Conflict(f"{book.id}: batch {number} is not open")
+    return batch
+
+
+def _demand_changed(state: State, message: events.DemandChanged) -> None:
+    book = _book(state, message)
+    batch = _batch(book, message.batch)
+    if not 0 <= message.delivered <= message.target:
+        raise RequestError(f"{book.id}: batch {message.batch}: {message.delivered} delivered of {message.target}")
+    book.batches[batch.batch] = BatchState(
+        batch=batch.batch, target=message.target, delivered=message.delivered, kind=batch.kind
+    )
+    _wish_changed(state, book)
+
+
+def _close_batch(state: State, message: events.BatchClosed) -> None:
+    book = _book(state, message)
+    if book.batches.pop(message.batch, None) is not None:
+        _wish_changed(state, book)
+
+
+def _published(state: State, message: events.WeightsPublished) -> None:
+    book = _book(state, message)
+    if message.version <= book.published:
+        return
+    book.published = message.version
+    for engine in book.engines if len(book.up) == len(book.engines) else book.up.values():
+        if engine.state is EngineState.AWAKE or engine.state is EngineState.SYNCING:
+            state.ledger.unserving[engine] = None
+
+
+def _release_rollout(state: State, message: events.RolloutReleased) -> None:
+    """A planned release: confirmed only once the engines it put to sleep are clear."""
+    book = _book(state, message)
+    released(book)
+    book.releasing = True
+    for engine in list(book.up.values()):
+        if engine in state.ledger.promised:
+            state.ledger.break_promise(engine)
+        else:
+            state.ledger.doom(engine)
+    feed(state, book)
+    state.touch(book)
+    settle(state, book)
+
+
+def _suspect(state: State, message: events.EngineSuspected) -> None:
+    book = _book(state, message)
+    if not 0 <= message.dp_rank < len(book.engines):
+        raise UnknownName(f"pipeline {book.id} has no engine {message.dp_rank}")
+    engine = book.engines[message.dp_rank]
+    if engine.state is EngineState.AWAKE and not engine.operation:
+        kill(state, engine, message.reason)
+
+
+# --- the whole state again ------------------------------------------------------------------------------------
+
+
+def _resent(state: State, message: events.StateResent) -> None:
+    """Make the books agree with what the client says now, however much was lost between. Not a progress report."""
+    told = message.state
+    if told.left:
+        _leave(state, events.PipelineLeft(pipeline=message.pipeline, seq=message.seq, error=told.error))
+        return
+    book = _book(state, message)
+    if told.admission:
+        _admit(state, events.PipelineAdmitted(pipeline=book.id, seq=message.seq))
+    listed = {batch.batch: batch for batch in told.batches}
+    delivered = sum(batch.delivered for batch in book.batches.values())
+    if listed != book.batches or told.opened_through > book.opened_through:
+        book.batches = listed
+        book.opened_through = max(book.opened_through, told.opened_through, *listed, -1)
+        _wish_changed(state, book)
+        if sum(batch.delivered for batch in listed.values()) > delivered:
+            feed(state, book, progress=True)
+    if told.signals > book.signals:
+        book.signals = told.signals - 1
+        signal_arrived(book, state.ledger.now)
+        feed(state, book)
+        state.touch(book)
+    if told.published > book.published:
+        _published(state, events.WeightsPublished(pipeline=book.id, seq=message.seq, version=told.published))
+    _resent_leases(state, book, told)
+    if told.releasing and not book.releasing:
+        _release_rollout(state, events.RolloutReleased(pipeline=book.id, seq=message.seq))
+
+
+def _resent_leases(state: State, book: PipelineBook, told: PipelineState) -> None:
+    waiting = {request.request: request for request in told.waiting}
+    for lease in list(book.leases.values()):
+        if lease.request in waiting:
+            deliver_grant(state, lease)  # it has not heard of the grant
+        elif lease.epoch not in told.leases and lease.request <= told.requests_through:
+            release(state, lease)
+    for request in list(book.requests.values()):
+        if request.number not in waiting and request.number <= told.requests_through:
+            _drop_request(state, request)
+    for number in sorted(waiting):
+        if number > book.requests_through:
+            _file(state, book, waiting[number])
+
+
+_HANDLERS: dict[type[events.Message], Callable[..., None]] = {
+    events.PipelineAdmitted: _admit,
+    events.LeaseRequested: _request,
+    events.RequestCancelled: _cancel,
+    events.LeaseReleased: _release,
+    events.ReleasedAndRequested: _release_and_request,
+    events.BatchOpened: _open_batch,
+    events.RolloutSignalled: _signal,
+    events.TrajectoryCompleted: _complete,
+    events.DemandChanged: _demand_changed,
+    events.BatchClosed: _close_batch,
+    events.WeightsPublished: _published,
+    events.RolloutReleased: _release_rollout,
+    events.EngineSuspected: _suspect,
+    events.PipelineLeft: _leave,
+    events.StateResent: _resent,
+}

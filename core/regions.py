@@ -1,0 +1,60 @@
+"""Which pipelines meet on which GPUs: the static half of planning, cached between registrations.
+
+GPUs on which exactly the same engines' pipelines are mapped are alike, so the planner shares out *classes* of GPUs
+instead of single ones. A plan concerns a *region*: the classes that some pipeline with a changed wish can use. In a
+cluster where everything is mapped to everything that is the whole cluster and one class; in a patchwork it is a
+neighbourhood, and a plan costs what changed, not what exists.
+"""
+
+from collections.abc import Iterable
+
+from core.ledger import Ledger, PipelineBook
+
+
+class GpuClass:
+    """GPUs that the same pipelines can roll out on."""
+
+    __slots__ = ("number", "gpus", "books")
+
+    def __init__(self, number: int, books: tuple[PipelineBook, ...]) -> None:
+        self.number = number
+        self.gpus: list[int] = []
+        self.books = books
+
+
+class Regions:
+    """The classes of a ledger; rebuild when `Ledger.mapping_generation` has moved."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.generation = ledger.mapping_generation
+        self.class_of: list[GpuClass | None] = [None] * len(ledger.gpus)
+        self.classes_of: dict[PipelineBook, list[GpuClass]] = {}
+        on: list[list[int]] = [[] for _ in ledger.gpus]
+        books = [book for book in ledger.books.values() if book.alive]
+        for index, book in enumerate(books):
+            self.classes_of[book] = []
+            for gpu in book.rank_at:
+                on[gpu].append(index)
+        classes: dict[tuple[int, ...], GpuClass] = {}
+        for gpu, indices in enumerate(on):
+            if not indices:
+                continue
+            key = tuple(indices)
+            found = classes.get(key)
+            if found is None:
+                found = classes[key] = GpuClass(len(classes), tuple(books[i] for i in indices))
+                for book in found.books:
+                    self.classes_of[book].append(found)
+            found.gpus.append(gpu)
+            self.class_of[gpu] = found
+
+        self.everywhere = list(classes.values())
+
+    def around(self, books: Iterable[PipelineBook], gpus: Iterable[int]) -> list[GpuClass]:
+        """The classes that these pipelines can use or these GPUs belong to, by number."""
+        found = {cls.number: cls for book in books for cls in self.classes_of.get(book, ())}
+        for gpu in gpus:
+            cls = self.class_of[gpu]
+            if cls is not None:
+                found[cls.number] = cls
+        return [found[number] for number in sorted(found)]

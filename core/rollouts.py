@@ -1,0 +1,281 @@
+"""Second pass of planning: rollout engines for everyone with demand, on what the requests left.
+
+Within a region (`core.regions`) shares are computed once (`core.shares`), then engines change hands in this order:
+
+1. pipelines without an engine, longest hungry first, up to their share: from GPUs that are free or only held by a
+   pipeline without demand, else from donors above their share, else by taking a turn;
+2. GPUs still to be given away, to whoever is furthest below its share, so that none stays idle;
+3. if a donor is a whole engine above its exact share and a receiver a whole one below, one engine each.
+
+The third step needs a whole engine on both sides because shares drift with every completed trajectory: rounding alone
+must not make engines change hands. A donor's engine is never taken within its residence, and donors with the largest
+part of their batches still to come give first.
+"""
+
+import heapq
+
+from core.demand import demand
+from core.draft import Draft
+from core.ledger import Engine, PipelineBook
+from core.regions import GpuClass
+from core.shares import Claim, balance, round_off
+from core.turns import NEARLY_FINISHED, turn_end
+
+WHOLE = 1 - 1e-6
+"""One engine, less what a sum of floats may lack."""
+
+
+class Wish:
+    """One pipeline with demand, in this region."""
+
+    __slots__ = ("book", "tp", "claim", "exact", "target", "most", "fresh", "left")
+
+    def __init__(self, book: PipelineBook, wanted: int, base: int, up: int) -> None:
+        self.book = book
+        self.tp = book.spec.infer.tp
+        usable = sum(not engine.disabled for engine in book.engines) if book.degraded else len(book.engines)
+        self.most = max(up, min(wanted, usable))
+        """An engine more than there are trajectories left would have nothing to do."""
+        self.claim = Claim(wanted * self.tp, self.tp, self.most * self.tp, base)
+        self.exact = 0.0
+        self.target = 0
+        self.left = book.left_fraction
+        self.fresh = up == 0
+        """Had no engine when planning began: it may be filled up to its share at donors' expense."""
+
+
+Cost = tuple[int, int, int, float, int]
+"""Of a bundle: pipelines left without an engine, engines with demand to shrink, engines without, minus the donors'
+work left, dp_rank."""
+
+
+class Market:
+    """The bundles of GPUs that could change hands, cheapest first, one heap for each layout of engines."""
+
+    def __init__(self, draft: Draft, survey: "Survey") -> None:
+        self.draft = draft
+        self.survey = survey
+        self.wishes = survey.wishes
+        self._heaps: dict[tuple[object, str], list[Cost]] = {}
+
+    def best(self, book: PipelineBook, mode: str) -> Engine | None:
+        """The cheapest engine of `book` whose GPUs can be had. Mode `idle`: from nobody with demand; `need`: also from
+        donors above their share; `spare`: from those of them that are not nearly finished; `rich`: from those a whole
+        engine above it; `turn`: from whoever had its turn."""
+        infer = book.spec.infer
+        key = ((infer.gpus, infer.tp), mode)
+        heap = self._heaps.get(key)
+        if heap is None:
+            heap = self._heaps[key] = self._price_all(book, mode)
+        kept: list[Cost] = []
+        found = None
+        while heap and found is None:
+            cost = heapq.heappop(heap)
+            engine = book.engines[cost[4]]
+            now = self._price(engine, mode)
+            if now is None:
+                continue
+            if now != cost:
+                heapq.heappush(heap, now)
+            elif engine.disabled:
+                kept.append(cost)  # of no use to this pipeline; others share the heap
+            else:
+                found = engine
+        for cost in kept:
+            heapq.heappush(heap, cost)
+        return found
+
+    def sold(self, engine: Engine) -> None:
+        """An engine was expanded. If a wider one made way, its other GPUs are on offer now: price everything anew."""
+        if any(len(victim.gpus) > len(engine.gpus) for victim in self.draft.gone_last):
+            self.survey.idle.extend(gpu for victim in self.draft.gone_last for gpu in victim.gpus)
+            self._heaps.clear()
+
+    def _price_all(self, book: PipelineBook, mode: str) -> list[Cost]:
+        gpus = self.survey.idle if mode == "idle" else self.survey.idle + self.survey.busy
+        ranks = {rank: None for gpu in gpus if (rank := book.rank_at.get(gpu)) is not None}
+        costs = [cost for rank in ranks if (cost := self._price(book.engines[rank], mode)) is not None]
+        heapq.heapify(costs)
+        return costs
+
+    def _price(self, engine: Engine, mode: str) -> Cost | None:
+        """What it costs to bring this engine (or one of the same layout) up; None: not to be had this way."""
+        if len(engine.gpus) > 1:
+            return self._price_wide(engine, mode)
+        gpu = engine.gpus[0]
+        if not self.draft.ledger.gpus[gpu].usable:
+            return None
+        victim = self.draft.tenant(gpu)
+        if victim is None:
+            return (0, 0, 0, 0.0, engine.dp_rank)
+        if not isinstance(victim, Engine):
+            return None
+        wish = self.wishes.get(victim.book)
+        if wish is None:
+            return None if self._foreign(victim) else (0, 0, 1, 0.0, engine.dp_rank)
+        remaining = self._gives(victim, wish, 1, mode)
+        return None if remaining < 0 else (int(remaining == 0), 1, 0, -wish.left, engine.dp_rank)
+
+    def _price_wide(self, engine: Engine, mode: str) -> Cost | None:
+        """The same for an engine of several GPUs, which may have to make several others go."""
+        draft = self.draft
+        if not all(draft.ledger.gpus[gpu].usable for gpu in engine.gpus):
+            return None
+        victims = {id(t): t for gpu in engine.gpus if (t := draft.tenant(gpu)) is not None}
+        left = 0.0
+        taken: dict[PipelineBook, int] = {}
+        for victim in victims.values():
+            if not isinstance(victim, Engine):
+                return None
+            wish = self.wishes.get(victim.book)
+            if wish is None:
+                if self._foreign(victim):
+                    return None
+                continue
+            taken[wish.book] = taken.get(wish.book, 0) + 1
+            if self._gives(victim, wish, taken[wish.book], mode) < 0:
+                return None
+            left = max(left, wish.left)
+        emptied = sum(draft.up(book) == lost for book, lost in taken.items())
+        busy = sum(taken.values())
+        return (emptied, busy, len(victims) - busy, -left, engine.dp_rank)
+
+    def _foreign(self, engine: Engine) -> bool:
+        """Its pipeline has demand but no wish here, so its share is not known."""
+        return demand(engine.book, self.draft.ledger.policy) > 0
+
+    def _gives(self, engine: Engine, wish: Wish, taken: int, mode: str) -> int:
+        """Engines its pipeline keeps if `taken` of them, this one the last, are given up; -1: it may not be."""
+        if mode == "idle":
+            return -1
+        remaining = self.draft.up(wish.book) - taken
+        if mode != "turn":
+            if remaining < wish.target or (mode == "rich" and remaining + 1 - wish.exact < WHOLE):
+                return -1
+            if mode != "need" and wish.left < NEARLY_FINISHED:
+                return -1
+        end = turn_end(engine, remaining == 0)
+        if end is None or end > self.draft.ledger.now:
+            self.draft.review(end)
+            return -1
+        return remaining
+
+
+def share_rollouts(draft: Draft, demanders: list[PipelineBook], classes: list[GpuClass]) -> None:
+    """Decide about every engine of the region; the answers are in `draft.plan`."""
+    if not demanders or not classes:
+        return
+    survey = Survey(draft, demanders, classes)
+    market = Market(draft, survey)
+    everyone = list(survey.wishes.values())
+    hungry = [wish for wish in everyone if wish.fresh]
+    hungry.sort(key=lambda wish: (wish.book.hungry_since, wish.book.number))
+    for wish in hungry:  # one engine for each before a second for anyone
+        if not (
+            _take(draft, market, wish, "idle", "idle GPUs")
+            or _take(draft, market, wish, "need", "it has none; the donor is above its share")
+            or _take(draft, market, wish, "turn", "its turn: it has none and has waited longest")
+        ):
+            draft.plan.unmet[wish.book] = None
+    for wish in hungry:
+        while 0 < draft.up(wish.book) < wish.target:
+            if not (_take(draft, market, wish, "idle", "idle GPUs") or _take(draft, market, wish, "spare", "its share")):
+                break
+    _use_idle(draft, market, everyone)
+    _level(draft, market, everyone)
+
+
+class Survey:
+    """What there is to share out in a region, and everyone's exact share of it."""
+
+    def __init__(self, draft: Draft, demanders: list[PipelineBook], classes: list[GpuClass]) -> None:
+        self.idle: list[int] = []
+        """GPUs nobody with demand has."""
+        self.busy: list[int] = []
+        """GPUs of engines whose pipelines have demand."""
+        self.inside: dict[PipelineBook, int] = {}
+        """GPUs each pipeline's engines have in the region."""
+        wanting = dict.fromkeys(demanders)
+        available = [self._count(draft, cls, wanting) for cls in classes]
+        self.wishes = {book: self._wish(draft, book) for book in demanders}
+        self._share_out(available, classes)
+
+    def _count(self, draft: Draft, cls: GpuClass, wanting: dict[PipelineBook, None]) -> int:
+        """GPUs of a class that rollouts may use."""
+        gpus = draft.ledger.gpus
+        count = 0
+        for gpu in cls.gpus:
+            tenant = draft.tenant(gpu)
+            if tenant is None:
+                if not gpus[gpu].usable:
+                    continue
+                self.idle.append(gpu)
+            elif isinstance(tenant, Engine):
+                book = tenant.book
+                (self.busy if book in wanting else self.idle).append(gpu)
+                self.inside[book] = self.inside.get(book, 0) + 1
+            else:
+                continue
+            count += 1
+        return count
+
+    def _wish(self, draft: Draft, book: PipelineBook) -> Wish:
+        up = draft.up(book)
+        outside = max(0, up * book.spec.infer.tp - self.inside.get(book, 0))
+        return Wish(book, demand(book, draft.ledger.policy), outside, up)
+
+    def _share_out(self, available: list[int], classes: list[GpuClass]) -> None:
+        wishes = self.wishes
+        balance(
+            [
+                (count, [wishes[book].claim for book in cls.books if book in wishes])
+                for count, cls in zip(available, classes, strict=True)
+            ]
+        )
+        for wish in wishes.values():
+            wish.exact = wish.claim.share / wish.tp
+        total = sum(available) + sum(wish.claim.base for wish in wishes.values())
+        targets = round_off([(wish.exact, wish.tp, wish.most) for wish in wishes.values()], total)
+        for wish, target in zip(wishes.values(), targets, strict=True):
+            wish.target = target
+
+
+def _take(draft: Draft, market: Market, wish: Wish, mode: str, why: str) -> bool:
+    if draft.up(wish.book) >= wish.most:
+        return False
+    engine = market.best(wish.book, mode)
+    if engine is None:
+        return False
+    draft.expand(engine, why)
+    market.sold(engine)
+    return True
+
+
+def _use_idle(draft: Draft, market: Market, wishes: list[Wish]) -> None:
+    """No GPU stays idle that somebody with demand could use: to the one furthest below its share, again and again."""
+    queue = [(_surplus(draft, wish), i) for i, wish in enumerate(wishes)]
+    heapq.heapify(queue)
+    while queue:
+        _, i = heapq.heappop(queue)
+        if _take(draft, market, wishes[i], "idle", "the GPUs would stay idle"):
+            heapq.heappush(queue, (_surplus(draft, wishes[i]), i))
+
+
+def _surplus(draft: Draft, wish: Wish) -> float:
+    """Engines above its exact share, to a millionth (negative: below)."""
+    return round(draft.up(wish.book) - wish.exact, 6)
+
+
+def _level(draft: Draft, market: Market, wishes: list[Wish]) -> None:
+    """From the rich to the poor, as long as both are off by a whole engine."""
+    poor = [(_surplus(draft, wish), i) for i, wish in enumerate(wishes) if -_surplus(draft, wish) >= WHOLE]
+    heapq.heapify(poor)
+    while poor:
+        _, i = heapq.heappop(poor)
+        wish = wishes[i]
+        if _take(draft, market, wish, "rich", "it is a whole engine below its share, the donor one above"):
+            surplus = _surplus(draft, wish)
+            if -surplus >= WHOLE:
+                heapq.heappush(poor, (surplus, i))
+        else:
+            draft.plan.unmet[wish.book] = None

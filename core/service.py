@@ -1,0 +1,265 @@
+"""The shell: takes events in, lets `decide` decide, has the actions carried out, and feeds their outcomes back.
+
+1. One event at a time, to the end: log it, decide, log and start what was decided. Decisions are synchronous; nothing
+   can slip in between.
+2. One task for each operation of the backend, each ending in exactly one outcome. Past its limit an operation is
+   cancelled and its outcome is *unknown*; a later answer is ignored by its number.
+3. The service holds no policy and no scheduler state but the object it hands to `decide`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from core import actions, events
+from core.backend import Backend, Timer
+from core.config import Trigger
+from core.errors import TurnstileError
+from core.model import Cluster, DemandPolicy
+from core.port import Port
+from core.scheduler import Decision, State, decide, new_state
+
+Listener = Callable[[int, int, int, Any], None]
+"""Called for every entry: (number, ns, number of the entry that led to it or -1, event | action | note | verdict)."""
+
+AWAIT_MEMORY_SLACK = 2
+"""The backend itself gives up `AwaitMemory` at its limit, to say what it saw; only past this many times the limit is
+it taken for hung."""
+
+
+class Service:
+    """The scheduler at work on a backend. An async context manager: leaving it cancels what still runs."""
+
+    def __init__(
+        self, backend: Backend, cluster: Cluster, policy: DemandPolicy, listeners: Iterable[Listener] = (), *, journal: bool = False
+    ) -> None:
+        self.backend = backend
+        self.state: State = new_state(cluster, policy)
+        self._cluster = cluster
+        self._policy = policy
+        self._listeners = list(listeners)
+        self._entries = 0
+        self._inbox: deque[tuple[events.Event, int]] = deque()
+        self._busy = False
+        self._frozen = False
+        self._ports: dict[str, Port] = {}
+        self._heard: dict[str, int] = {}
+        self._entry_of: dict[int, int] = {}
+        self._limits: dict[int, Timer] = {}
+        self._scopes: dict[int, anyio.CancelScope] = {}
+        self._timers: dict[str, Timer] = {}
+        self._seen: dict[Trigger, anyio.Event] = {}
+        self._tasks: TaskGroup | None = None
+        self._journal: list[tuple[int, events.Event]] | None = [] if journal else None
+        self._down: deque[events.Event] | None = None
+
+    async def __aenter__(self) -> "Service":
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._tasks is not None
+        for timer in [*self._limits.values(), *self._timers.values()]:
+            timer.cancel()
+        self._tasks.cancel_scope.cancel()
+        return await self._tasks.__aexit__(kind, error, trace)
+
+    # --- for clients -----------------------------------------------------------------------------------
+
+    def connect(self, pipeline: str) -> Port:
+        """A new connection for a pipeline; it replaces an older one of the same name."""
+        port = Port(pipeline, self.backend.clock, partial(self.backend.carry, deliver=self.deliver), self.tell)
+        self._ports[pipeline] = port
+        return port
+
+    def deliver(self, message: events.Message) -> None:
+        """A client message has arrived."""
+        if self._down is None:
+            self.post(message, self._heard.get(message.pipeline, -1))
+
+    def tell(self, event: events.Event) -> None:
+        """Telemetry, or something the backend saw happen."""
+        if isinstance(event, events.SCHEDULED):
+            self.post(event, -1)
+        else:
+            self._log(event, -1)
+
+    async def happened(self, trigger: Trigger) -> None:
+        """Wait until a decision was noted (`rollout_granted`, `init_accepted`) for a pipeline; at once, if it was."""
+        await self._trigger(trigger).wait()
+
+    def freeze(self) -> None:
+        """The verdict is in: nothing more is logged or decided."""
+        self._frozen = True
+
+    # --- events in -------------------------------------------------------------------------------------
+
+    def post(self, event: events.Event, cause: int) -> None:
+        """Take an event in; decide at once unless a decision is being taken."""
+        if self._down is not None:
+            if not isinstance(event, events.TimerFired):
+                self._down.append(event)
+            return
+        self._inbox.append((event, cause))
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox and not self._frozen:
+                self._decide(*self._inbox.popleft())
+        finally:
+            self._busy = False
+
+    def _decide(self, event: events.Event, cause: int) -> None:
+        now = self.backend.clock.now_ns()
+        if isinstance(event, events.ActionDone | events.ActionFailed | events.ActionUnknown):
+            cause = self._entry_of.pop(event.action, cause)
+        entry = self._log(event, cause)
+        if self._journal is not None:
+            self._journal.append((now, event))
+        decision = decide(self.state, now, event)
+        self._carry_out(decision, entry)
+
+    def _carry_out(self, decision: Decision, cause: int) -> None:
+        for note in decision.notes:
+            self._log(note, cause)
+            if note.kind == "rollout_granted" or note.kind == "init_accepted":
+                self._trigger(Trigger(pipeline=note.pipeline, event=note.kind)).set()
+        for action in decision.actions:
+            entry = self._log(action, cause)
+            self._start(action, entry)
+        for reply in decision.replies:
+            port = self._ports.get(reply.pipeline)
+            if port is not None:
+                port.replied(reply.seq, reply.error)
+
+    def _trigger(self, trigger: Trigger) -> anyio.Event:
+        found = self._seen.get(trigger)
+        if found is None:
+            found = self._seen[trigger] = anyio.Event()
+        return found
+
+    def _log(self, item: Any, cause: int) -> int:
+        entry = self._entries
+        if not self._frozen:
+            self._entries += 1
+            now = self.backend.clock.now_ns()
+            for listener in self._listeners:
+                listener(entry, now, cause, item)
+        return entry
+
+    # --- actions out -----------------------------------------------------------------------------------
+
+    def _start(self, action: actions.Action, entry: int) -> None:
+        match action:
+            case actions.StartTimer():
+                ring = partial(self._ring, action, entry)
+                self._timers[action.timer] = self.backend.clock.call_at_ns(action.at, ring)
+            case actions.CancelTimer():
+                timer = self._timers.pop(action.timer, None)
+                if timer is not None:
+                    timer.cancel()
+            case actions.GrantLease() | actions.ConfirmRelease() | actions.FailPipeline():
+                self._entry_of[action.action] = entry
+                self._heard[action.pipeline] = entry
+                self.post(self._tell_client(action), entry)
+            case _:
+                self._entry_of[action.action] = entry
+                self._begin(action)
+
+    def _ring(self, timer: actions.StartTimer, entry: int) -> None:
+        self._timers.pop(timer.timer, None)
+        self.post(events.TimerFired(timer=timer.timer, generation=timer.generation), entry)
+
+    def _tell_client(
+        self, action: actions.GrantLease | actions.ConfirmRelease | actions.FailPipeline
+    ) -> events.ActionDone | events.ActionFailed:
+        port = self._ports.get(action.pipeline)
+        if port is None:
+            return events.ActionFailed(action=action.action, reason="its client is gone")
+        match action:
+            case actions.GrantLease():
+                if not port.granted(action.request, action.epoch, action.gpus):
+                    return events.ActionFailed(action=action.action, reason="its client does not wait for it any more")
+            case actions.ConfirmRelease():
+                port.confirmed()
+            case actions.FailPipeline():
+                port.gates.failed(action.reason)
+        return events.ActionDone(action=action.action)
+
+    def _begin(self, action: actions.Action) -> None:
+        """Start an operation of the backend, and the watch over its limit."""
+        assert self._tasks is not None, "the service is not open"
+        limit = action.limit * (AWAIT_MEMORY_SLACK if isinstance(action, actions.AwaitMemory) else 1)
+        overdue = partial(self._overdue, action, limit)
+        self._limits[action.action] = self.backend.clock.call_at_ns(self.backend.clock.now_ns() + limit, overdue)
+        self._tasks.start_soon(self._perform, action)
+
+    def _overdue(self, action: actions.Action, limit: int) -> None:
+        self._limits.pop(action.action, None)
+        scope = self._scopes.pop(action.action, None)
+        if scope is not None:
+            scope.cancel()
+        self.post(events.ActionUnknown(action=action.action, reason=f"after {limit / 1e9:g} s"), -1)
+
+    async def _perform(self, action: Any) -> None:
+        if action.action not in self._limits:
+            return  # it was overdue before it began
+        port = self._ports.get(getattr(action, "pipeline", ""))
+        if port is not None and _closes_gate(action):
+            port.gates.close_gate(action.dp_rank)
+        with anyio.CancelScope() as scope:
+            self._scopes[action.action] = scope
+            outcome = await self._outcome(action)
+        self._scopes.pop(action.action, None)
+        limit = self._limits.pop(action.action, None)
+        if scope.cancelled_caught or limit is None:
+            return
+        limit.cancel()
+        if port is not None and isinstance(action, actions.OpenGate) and isinstance(outcome, events.ActionDone):
+            self._heard[action.pipeline] = self._entry_of.get(action.action, -1)
+            self.post(outcome, -1)
+            if self.state.serves(action.pipeline, action.dp_rank, action.epoch):
+                port.gates.open_gate(action.dp_rank, action.version, action.epoch)
+        else:
+            self.post(outcome, -1)
+
+    async def _outcome(self, action: Any) -> events.ActionDone | events.ActionFailed:
+        try:
+            return await self.backend.perform(action)
+        except TurnstileError as error:
+            return events.ActionFailed(action=action.action, reason=str(error))
+
+    # --- death and resurrection --------------------------------------------------------------------------
+
+    def go_down(self) -> None:
+        """The control plane dies: messages are lost from now on, outcomes wait at the workers."""
+        self._down = deque()
+
+    def come_back(self) -> None:
+        """The restarted control plane: the state is rebuilt from the journal, then hears what happened meanwhile."""
+        assert self._journal is not None, "no journal was kept"
+        assert self._down is not None, "the control plane is up"
+        self.state = new_state(self._cluster, self._policy)
+        for at, event in self._journal:
+            decide(self.state, at, event)
+        missed, self._down = self._down, None
+        for timer, generation in list(self.state.timers.items()):
+            if timer not in self._timers:  # it rang while nobody was there
+                self.post(events.TimerFired(timer=timer, generation=generation), -1)
+        for event in missed:
+            self.post(event, -1)
+
+
+def _closes_gate(action: actions.Action) -> bool:
+    if isinstance(action, actions.SyncEngine):
+        return action.emptying is not actions.Emptying.KEEP
+    return isinstance(action, actions.SleepEngine | actions.KillEngine)

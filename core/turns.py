@@ -1,0 +1,45 @@
+"""How long an engine may keep its GPUs against other rollouts, and against requests: residence and turns.
+
+Residence protects an engine from other pipelines' rollouts, once it is routable, for the time its pipeline declared.
+A *turn* is the residence of a pipeline's only engine. Where a trajectory that is cut off starts again from its
+prompt, a turn that completed nothing was for nothing, so it lasts until one trajectory is completed (or `limits.turn`
+is over). Nearly finished pipelines are spared for one more residence.
+
+Nothing here protects against non-rollout requests, but hunger does: see `outranks`.
+"""
+
+from core.demand import due
+from core.ledger import Engine, PipelineBook
+from core.model import Partial, Priority
+
+NEARLY_FINISHED = 0.1
+"""Share of the open batches still to come below which a donor is spared."""
+
+
+def turn_end(engine: Engine, only: bool) -> int | None:
+    """The instant (ns) from which the engine may be given to another rollout; None: not before it was routable.
+
+    `only`: the pipeline has no other engine, so this is its turn.
+    """
+    book = engine.book
+    if engine.routable_since < 0 or engine.disabled:
+        return None
+    residence = book.spec.min_residence
+    end = engine.routable_since + residence
+    if only and not engine.completed and book.spec.partial is Partial.RESTART:
+        end = engine.routable_since + max(residence, book.spec.limits.turn)
+    elif book.left_fraction < NEARLY_FINISHED:
+        end += residence
+    return end
+
+
+def outranks(book: PipelineBook, request_due: int) -> bool:
+    """Whether a pipeline has been hungry (demand, nothing completed) for so long that it comes before a request."""
+    return book.hungry_since >= 0 and due(book.hungry_since, Priority.GENERATION) < request_due
+
+
+def shielded_until(engine: Engine) -> int | None:
+    """Until when the hunger of its pipeline may protect this engine from a request; None: no end known yet."""
+    if engine.routable_since < 0:
+        return None
+    return engine.routable_since + engine.book.spec.limits.turn

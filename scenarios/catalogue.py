@@ -1,0 +1,36 @@
+"""The scenarios that come with Turnstile: YAML files beside this module, found by name."""
+
+from pathlib import Path
+
+from core.config import Scenario
+from core.errors import ConfigError
+from core.reading import nearest
+from core.scenario_file import load_scenario
+
+FILES = Path(__file__).parent / "files"
+SUFFIXES = (".yaml", ".yml")
+
+
+def names() -> list[str]:
+    return sorted(file.stem for file in FILES.glob("*.yaml"))
+
+
+def about(name: str) -> str:
+    """What the scenario shows: the comment on the first line of its file."""
+    with (FILES / f"{name}.yaml").open(encoding="utf-8") as file:
+        return file.readline().lstrip("#").strip()
+
+
+def find(name_or_file: str) -> Path:
+    """The file of a shipped scenario (`overlap_2gpu`, `overlap-2gpu`), or the file named. Raises ConfigError."""
+    if "/" in name_or_file or name_or_file.endswith(SUFFIXES) or Path(name_or_file).is_file():
+        return Path(name_or_file)
+    name = name_or_file.replace("-", "_")
+    if name not in names():
+        raise ConfigError("", f"no scenario or file is called {name_or_file!r}", nearest(name, names()))
+    return FILES / f"{name}.yaml"
+
+
+def load(name_or_file: str) -> Scenario:
+    """Raises ConfigError for whatever is wrong with the name or the file."""
+    return load_scenario(find(name_or_file))

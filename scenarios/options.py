@@ -1,0 +1,147 @@
+"""The options that every scenario understands, and what they make of a declared scenario.
+
+1. An error is one line that starts with `error:`, and exit code 2.
+2. Everything that can be refused is refused here, before the run: names, numbers, topology, paths.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from core.config import Scenario
+from core.errors import ConfigError
+from core.model import DemandPolicy
+from core.reading import MOST_WHOLE, nearest
+from core.scenario_file import MOST_SEED
+from core.topology import OVERLAP_NAMES, check_world, topology_from, with_topology
+from scenarios.outcome import REFUSED, TABLE
+
+ALL = "all"
+STDOUT = "-"
+OUTPUTS = ("json", "trace", "perfetto", "report")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but what is wrong is one line, and only whole option names count."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {' '.join(message.split())} (see --help)", file=sys.stderr)
+        raise SystemExit(REFUSED)
+
+
+def parser(prog: str, about: str, *, takes_file: bool = False) -> Parser:
+    """The shared command line; with `takes_file` the scenario is named on it."""
+    made = Parser(prog=f"python -m {prog}", description=about)
+    if takes_file:
+        made.add_argument("scenario", metavar="FILE", nargs="?", help="a scenario file, or the name of a shipped one")
+        made.add_argument("--list", action="store_true", help="list the shipped scenarios and stop")
+    made.add_argument("--backend", default="sim", metavar="NAME", help="sim (default), or another installed backend")
+    made.add_argument("--demand", type=_demand, metavar="|".join((*TABLE, ALL)), help="what counts as rollout demand")
+    made.add_argument("--steps", type=_whole(1, MOST_WHOLE), metavar="N", help="training steps of every pipeline")
+    made.add_argument("--seed", type=_whole(0, MOST_SEED), metavar="N", help="seed of every random draw")
+    made.add_argument("--quiet", action="store_true", help="only the first line and the result")
+    _add_outputs(made.add_argument_group("files to write"))
+    _add_topology(made.add_argument_group("topology", "all four or none; comma-separated GPU ids such as 0,1"))
+    return made
+
+
+def _add_outputs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", metavar="FILE", help="the result as JSON; - for standard output (and nothing else there)")
+    group.add_argument("--trace", metavar="FILE", help="the event log, JSON lines (--demand all: one a policy)")
+    group.add_argument("--perfetto", metavar="FILE", help="the log as a trace for ui.perfetto.dev")
+    group.add_argument("--report", metavar="FILE.html", help="timeline and figures as one HTML page")
+
+
+def _add_topology(group: argparse._ArgumentGroup) -> None:
+    for name in OVERLAP_NAMES:
+        pipeline, role = name.split("_")
+        whose = {"p1": "first", "p2": "second"}[pipeline]
+        doing = {"train": "trains on", "infer": "rolls out on"}[role]
+        help_ = f"GPUs the {whose} pipeline {doing} (or TURNSTILE_{name.upper()})"
+        group.add_argument(f"--{name.replace('_', '-')}", metavar="IDS", help=help_)
+
+
+def _demand(text: str) -> str:
+    known = (*TABLE, ALL)
+    if text not in known:
+        remedy = nearest(text, known)
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}; {remedy}")
+    return text
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text[:40]!r}")
+
+    return parse
+
+
+def declared(scenario: Scenario, options: argparse.Namespace, environ: Mapping[str, str]) -> Scenario:
+    """The scenario as the options and the environment change it, checked. Raises ConfigError."""
+    jobs = scenario.jobs
+    if options.steps is not None:
+        jobs = tuple(msgspec.structs.replace(job, steps=options.steps) for job in jobs)
+    seed = scenario.seed if options.seed is None else options.seed
+    scenario = msgspec.structs.replace(scenario, jobs=jobs, seed=seed)
+    given = topology_from({name: getattr(options, name) for name in OVERLAP_NAMES}, environ)
+    if given is not None:
+        scenario = with_topology(scenario, *given)
+    check_world(scenario)
+    return scenario
+
+
+def variants(scenario: Scenario, options: argparse.Namespace) -> list[Scenario]:
+    """One scenario for each demand policy to run: the declared one, the one asked for, or all in order."""
+    asked = list(TABLE) if options.demand == ALL else [options.demand or scenario.demand]
+    return [msgspec.structs.replace(scenario, demand=DemandPolicy(policy)) for policy in asked]
+
+
+# --- files to write ---------------------------------------------------------------------------------------
+
+
+def output(options: argparse.Namespace, name: str, policy: str) -> Path | None:
+    """Where one run's log goes; with `--demand all` each policy has a file of its own (`log-floor.jsonl`)."""
+    given = getattr(options, name)
+    if given is None:
+        return None
+    path = Path(given)
+    return path.with_name(f"{path.stem}-{policy}{path.suffix}") if options.demand == ALL else path
+
+
+def check_outputs(options: argparse.Namespace, inputs: Sequence[Path]) -> None:
+    """Raises ConfigError if a file to write cannot be written, is asked for twice, or is the input."""
+    taken = {path.resolve(): "the scenario" for path in inputs}
+    for name in OUTPUTS:
+        given = getattr(options, name)
+        if given is None or (given == STDOUT and name == "json"):
+            continue
+        where = f"--{name}"
+        if given == STDOUT or not given:
+            raise ConfigError(where, "needs a file name", "only --json writes to standard output")
+        _check_writable(Path(given), where)
+        place = Path(given).resolve()
+        if place in taken and not place.is_char_device():
+            raise ConfigError(where, f"{given} is {taken[place]} too", "name another file")
+        taken[place] = where
+
+
+def _check_writable(path: Path, where: str) -> None:
+    try:
+        if path.is_dir():
+            raise ConfigError(where, f"{path} is a directory", "name a file")
+        if not path.parent.is_dir():
+            raise ConfigError(where, f"there is no directory {path.parent}", "make it first")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(where, f"{path} may not be written")
+    except (OSError, ValueError) as bad:
+        raise ConfigError(where, f"{str(path)[:80]!r} is no usable file name: {bad}") from None

@@ -1,0 +1,202 @@
+"""Small worlds with round numbers, and hands to work in them: for tests of backends.
+
+Every duration and size below is what the tests count with: all phases take whole seconds, a trajectory takes 10 s.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from backends.sim.backend import SimBackend
+from backends.sim.loop import run_sim
+from core import actions, events
+from core.actions import Emptying
+from core.backend import Attempt, Backend, Generation
+from core.config import Costs, Durations, Fault, Job, Scenario
+from core.model import Cluster, Limits, MemoryNeeds, PipelineSpec, Role, WorkerGroup
+from core.units import NS_PER_S, gib
+
+SECOND = NS_PER_S
+MEMORY = MemoryNeeds(
+    train=gib(40), engine=gib(60), residue=gib(1), init_peak=gib(100), host_cache=gib(2)
+)  # fmt: skip
+COSTS: dict[str, Any] = {
+    "init": 40 * SECOND, "train": 20 * SECOND, "offload": 2 * SECOND, "onload": 2 * SECOND, "publish": 2 * SECOND,
+    "sync": 3 * SECOND, "sleep": SECOND, "wake": SECOND, "restart": 30 * SECOND, "log_probs": 5 * SECOND,
+    "critic_train": 7 * SECOND, "engine_slots": 4, "trajectory": Durations(parts=((1.0, "constant", 10 * SECOND, 0),)),
+}  # fmt: skip
+NO_LAG = Durations(parts=((1.0, "constant", 0, 0),))
+
+
+def constant(seconds: float) -> Durations:
+    return Durations(parts=((1.0, "constant", int(seconds * SECOND), 0),))
+
+
+def make_job(name: str = "p1", train: tuple[int, ...] = (0,), infer: tuple[int, ...] = (0, 1), tp: int = 1, **given: Any) -> Job:
+    """A pipeline; keywords override costs, memory or the groups."""
+    memory = {key: given.pop(key) for key in MemoryNeeds.__struct_fields__ if key in given}
+    groups = [
+        WorkerGroup(role=Role.ACTOR_TRAIN, gpus=train),
+        WorkerGroup(role=Role.ACTOR_INFER, gpus=infer, tp=tp),
+        *given.pop("more_groups", ()),
+    ]
+    fields = {key: getattr(MEMORY, key) for key in MemoryNeeds.__struct_fields__}
+    spec = PipelineSpec(
+        id=name,
+        groups=tuple(groups),
+        limits=Limits(**dict.fromkeys(Limits.__struct_fields__, 600 * SECOND)),
+        memory=MemoryNeeds(**(fields | memory)),
+    )
+    return Job(spec=spec, steps=1, target=4, costs=Costs(**(COSTS | given)))
+
+
+def make_scenario(*jobs: Job, faults: tuple[Fault, ...] = (), seed: int = 0, nodes: int = 1, **cluster: Any) -> Scenario:
+    sizes = {"gpus_per_node": 2, "gpu_memory": gib(141), "host_memory": gib(256), "memory_margin": gib(1)}
+    return Scenario(
+        name="test",
+        cluster=Cluster(nodes=nodes, **(sizes | cluster)),
+        jobs=jobs or (make_job(),),
+        faults=faults,
+        seed=seed,
+    )
+
+
+class Hands:
+    """Gives orders to one pipeline of a backend, as the service and the pipeline would."""
+
+    def __init__(self, backend: Backend, scenario: Scenario, pipeline: str = "p1") -> None:
+        self.backend = backend
+        self.pipeline = pipeline
+        self.spec = next(job.spec for job in scenario.jobs if job.spec.id == pipeline)
+        self.epoch = 1
+        self.number = 0
+
+    def _next(self) -> int:
+        self.number += 1
+        return self.number
+
+    async def do(self, kind: type[actions.Action], rank: int = 0, epoch: int | None = None, **fields: Any) -> str | None:
+        """Perform one engine action: None if it is done, else why not."""
+        action = kind(
+            action=self._next(), pipeline=self.pipeline, dp_rank=rank,
+            epoch=self.epoch if epoch is None else epoch, **fields,
+        )  # fmt: skip
+        outcome = await self.backend.perform(action)
+        assert outcome.action == action.action
+        return outcome.reason if isinstance(outcome, events.ActionFailed) else None
+
+    async def wake(self, rank: int = 0, *, cold: bool = False, epoch: int | None = None) -> str | None:
+        return await self.do(actions.WakeEngine, rank, epoch, gpus=self.spec.infer.bundle(rank), cold=cold)
+
+    async def sync(self, rank: int = 0, version: int = 0, how: Emptying = Emptying.ABORT, drain: float = 0) -> str | None:
+        return await self.do(actions.SyncEngine, rank, version=version, emptying=how, drain=int(drain * SECOND))
+
+    async def open(self, rank: int = 0, version: int = 0, epoch: int | None = None) -> str | None:
+        return await self.do(actions.OpenGate, rank, epoch, version=version)
+
+    async def sleep(self, rank: int = 0, how: Emptying = Emptying.ABORT, drain: float = 0) -> str | None:
+        return await self.do(actions.SleepEngine, rank, emptying=how, drain=int(drain * SECOND))
+
+    async def kill(self, rank: int = 0) -> str | None:
+        return await self.do(actions.KillEngine, rank, reason="test")
+
+    async def stop(self) -> events.ActionDone | events.ActionFailed:
+        return await self.backend.perform(
+            actions.StopPipeline(action=self._next(), pipeline=self.pipeline, reason="test")
+        )
+
+    async def memory(self, gpus: tuple[int, ...], need: int) -> events.ActionDone | events.ActionFailed:
+        return await self.backend.perform(
+            actions.AwaitMemory(action=self._next(), gpus=gpus, need=(need,) * len(gpus))
+        )
+
+    async def serve(self, rank: int = 0, version: int = 0) -> None:
+        """From asleep, or synced to another version, to routable."""
+        assert await self.wake(rank) is None
+        assert await self.sync(rank, version) is None
+        assert await self.open(rank, version) is None
+
+    async def phase(self, phase: Any, role: Role = Role.ACTOR_TRAIN, version: int = -1, epoch: int | None = None) -> None:
+        await self.backend.phase(self.pipeline, role, phase, self.epoch if epoch is None else epoch, version)
+
+    async def initialise(self) -> None:
+        """As a pipeline begins: workers up, version 0 published, everything asleep."""
+        await self.phase("init")
+        await self.phase("publish", version=0)
+        await self.phase("offload")
+
+    async def train(self, version: int) -> None:
+        for phase in ("onload", "train"):
+            await self.phase(phase)
+        await self.phase("publish", version=version)
+        await self.phase("offload")
+
+    async def generate(
+        self, trajectory: int = 0, rank: int = 0, batch: int = 0, attempt: int = 0, prefix: tuple[tuple[int, int], ...] = ()
+    ) -> Generation:
+        return await self.backend.generate(
+            Attempt(
+                pipeline=self.pipeline, batch=batch, trajectory=trajectory, attempt=attempt, dp_rank=rank, prefix=prefix
+            )
+        )  # fmt: skip
+
+    def start(self, *args: Any, **fields: Any) -> "asyncio.Task[Generation]":
+        """The same, in a task of its own."""
+        return asyncio.get_running_loop().create_task(self.generate(*args, **fields))
+
+
+class SimWorld(Hands):
+    """Hands in the simulator, with what it reported and a view of its devices."""
+
+    backend: SimBackend
+
+    def __init__(self, scenario: Scenario, pipeline: str = "p1", **options: Any) -> None:
+        super().__init__(SimBackend(scenario, **options), scenario, pipeline)
+        self.scenario = scenario
+        self.seen: list[tuple[int, events.AnyEvent]] = []
+
+    def emit(self, event: events.AnyEvent) -> None:
+        self.seen.append((self.now_ns, event))
+
+    def events(self, *kinds: type[events.AnyEvent]) -> list[events.AnyEvent]:
+        return [event for _, event in self.seen if type(event) in kinds]
+
+    @property
+    def now_ns(self) -> int:
+        return self.backend.clock.now_ns()
+
+    @property
+    def now(self) -> float:
+        return self.now_ns / SECOND
+
+    def free(self, gpu: int) -> int:
+        return self.backend.world.memory.gpus[gpu].free
+
+    def used(self) -> int:
+        """Bytes in use anywhere."""
+        memory = self.backend.world.memory
+        return sum(device.used for device in (*memory.gpus, *memory.hosts))
+
+    def held(self, gpu: int, owner: str) -> dict[str, int]:
+        return {kind.value: size for kind, size in self.backend.world.memory.gpus[gpu].held.get(owner, {}).items()}
+
+    def peer(self, pipeline: str) -> Hands:
+        return Hands(self.backend, self.scenario, pipeline)
+
+
+def in_sim(scenario: Scenario, test: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
+    """Run `test(world)` in a simulated world, opened before and closed after."""
+
+    async def main() -> Any:
+        world = SimWorld(scenario, **options)
+        await world.backend.open(world.emit)
+        try:
+            return await test(world)
+        finally:
+            await world.backend.close()
+
+    return run_sim(main)
+
+
+async def pass_time(seconds: float) -> None:
+    await asyncio.get_running_loop().sleep_ns(int(seconds * SECOND))  # type: ignore[attr-defined]
