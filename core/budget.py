@@ -29,6 +29,19 @@ def check_fit(cluster: Cluster, admitted: Sequence[PipelineSpec], spec: Pipeline
 
 def check_memory(cluster: Cluster, specs: Sequence[PipelineSpec], gpus: Sequence[int]) -> None:
     """The same for many at once, on these GPUs and on every node."""
+    if not _surely_fits(cluster, specs):
+        _check_gpus(cluster, specs, gpus)
+    _check_hosts(cluster, specs)
+
+
+def _surely_fits(cluster: Cluster, specs: Sequence[PipelineSpec]) -> bool:
+    """Whether it would fit even with every process on one GPU: most worlds do, and need no look at each GPU."""
+    asleep = sum(len(spec.groups) * spec.memory.residue for spec in specs)
+    needs = [max(s.memory.train, s.memory.engine, s.memory.init_peak) - s.memory.residue for s in specs]
+    return asleep + max([0, *needs]) + cluster.memory_margin <= cluster.gpu_memory
+
+
+def _check_gpus(cluster: Cluster, specs: Sequence[PipelineSpec], gpus: Sequence[int]) -> None:
     asleep = dict.fromkeys(gpus, 0)
     most = dict.fromkeys(gpus, 0)
     for spec in specs:
@@ -44,7 +57,6 @@ def check_memory(cluster: Cluster, specs: Sequence[PipelineSpec], gpus: Sequence
     for gpu in gpus:
         if asleep[gpu] + most[gpu] + cluster.memory_margin > cluster.gpu_memory:
             raise TopologyError(f"GPU {gpu}", _gpu_sum(cluster, specs, gpu))
-    _check_hosts(cluster, specs)
 
 
 def _processes(spec: PipelineSpec) -> dict[int, int]:
@@ -97,6 +109,8 @@ def cached_versions(spec: PipelineSpec) -> int:
 
 
 def _check_hosts(cluster: Cluster, specs: Sequence[PipelineSpec]) -> None:
+    if sum(cached_versions(spec) * spec.memory.host_cache for spec in specs) <= cluster.host_memory:
+        return  # even if all of them used the same node
     caches: dict[int, list[PipelineSpec]] = {}
     for spec in specs:
         for node in sorted({cluster.node_of(gpu) for gpu in spec.union}):

@@ -12,9 +12,7 @@ Initialisations run one after another because the scheduler grants one at a time
 only hide the waiting from whoever asks why.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 import anyio
 
@@ -22,46 +20,40 @@ from core import events
 from core.backend import Backend
 from core.config import DriverPolicy, Job, Scenario, Trigger
 from core.errors import PipelineFailed
-from core.pipeline import CANCELLED, Pipeline, Port, describe, wait_until
+from core.pipeline import CANCELLED, Pipeline, describe, wait_until
+from core.port import Port
+from core.service import Service
 
 
-class Service(Protocol):
-    """What the driver needs of the scheduler's shell."""
+class Driver:
+    """The pipelines of one scenario. `outcomes` fills as they end: the error of each, or None."""
 
-    def connect(self, pipeline: str) -> Port: ...
-    async def happened(self, trigger: Trigger) -> None: ...
-
-
-Outcomes = dict[str, Exception | None]
-
-
-async def run_jobs(scenario: Scenario, service: Service, backend: Backend) -> Outcomes:
-    """Run every job of the scenario to its end: for each pipeline the error it ended with, or None.
-
-    Under `fail_fast` raises the first error instead, once everyone has settled.
-    """
-    driver = _Driver(scenario, service, backend)
-    await driver.run()
-    if scenario.driver is DriverPolicy.FAIL_FAST and driver.first is not None:
-        raise driver.first
-    return driver.outcomes
-
-
-class _Driver:
     def __init__(self, scenario: Scenario, service: Service, backend: Backend) -> None:
         self._scenario = scenario
         self._service = service
         self._backend = backend
         self._ended = {job.spec.id: anyio.Event() for job in scenario.jobs}
-        self._scopes: dict[str, anyio.CancelScope] = {}
-        self.first: Exception | None = None
-        self.outcomes: Outcomes = {}
+        self._scopes = {job.spec.id: anyio.CancelScope() for job in scenario.jobs}
+        self._pipelines: dict[str, Pipeline] = {}
+        self._vanished: dict[str, None] = {}
+        self._first: Exception | None = None
+        self.outcomes: dict[str, Exception | None] = {}
 
-    async def run(self) -> None:
-        self._scopes = {job.spec.id: anyio.CancelScope() for job in self._scenario.jobs}
+    async def run(self) -> dict[str, Exception | None]:
+        """Run every job to its end. Under `fail_fast` raises the first error, once everyone has settled."""
         async with anyio.create_task_group() as tasks:
             for job in self._scenario.jobs:
                 tasks.start_soon(self._run_one, job, name=job.spec.id)
+        if self._first is not None and self._scenario.driver is DriverPolicy.FAIL_FAST:
+            raise self._first
+        return self.outcomes
+
+    def vanish(self, pipeline: str) -> None:
+        """The pipeline's client process dies without a word; the scheduler will notice its silence."""
+        self._vanished[pipeline] = None
+        if pipeline in self._pipelines:
+            self._pipelines[pipeline].vanish()
+        self._scopes[pipeline].cancel()
 
     async def _run_one(self, job: Job) -> None:
         """One pipeline from its start to its end, whatever that is; raises nothing but cancellation."""
@@ -81,13 +73,19 @@ class _Driver:
         with self._scopes[name] as scope:
             try:
                 await self._until_start(job)
-                await self._pipeline(job, port).run()
+                self._pipelines[name] = self._pipeline(job, port)
+                await self._pipelines[name].run()
             except Exception as error:
                 self._note(name, error)
                 return error
-        if scope.cancelled_caught:
-            return PipelineFailed(name, f"{CANCELLED} because another pipeline failed first: {describe(self.first)}")
-        return None
+        return self._why_cancelled(name) if scope.cancelled_caught else None
+
+    def _why_cancelled(self, name: str) -> Exception:
+        if name not in self._vanished:
+            return PipelineFailed(name, f"{CANCELLED} because another pipeline failed first: {describe(self._first)}")
+        error = PipelineFailed(name, "its client vanished")
+        self._note(name, error)
+        return error
 
     def _pipeline(self, job: Job, port: Port) -> Pipeline:
         trigger = job.dispatch_after
@@ -112,21 +110,21 @@ class _Driver:
         """Wait for the trigger, or until the pipeline it names is over: then it will never happen."""
         async with anyio.create_task_group() as either:
 
-            async def first(wait: Callable[..., object], *args: object) -> None:
-                await wait(*args)  # type: ignore[misc]
+            async def first(wait: Callable[..., Awaitable[None]], *args: object) -> None:
+                await wait(*args)
                 either.cancel_scope.cancel()
 
             either.start_soon(first, self._service.happened, trigger)
-            with suppress(KeyError):
+            if trigger.pipeline in self._ended:
                 either.start_soon(first, self._ended[trigger.pipeline].wait)
 
     # --- failing --------------------------------------------------------------------------------------
 
     def _note(self, name: str, error: Exception) -> None:
         """An error was seen for the first time or again; only the very first one matters here."""
-        if self.first is not None:
+        if self._first is not None:
             return
-        self.first = error
+        self._first = error
         if self._scenario.driver is DriverPolicy.FAIL_FAST:
             for peer, scope in self._scopes.items():
                 if peer != name:

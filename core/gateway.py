@@ -17,16 +17,17 @@ What does *not* belong here: leases, training, weights, and the choice of which 
 
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Protocol, Self
+from typing import Self
 
 import anyio
 from anyio.abc import TaskGroup
 
 from core import events
-from core.backend import Attempt, Clock, Generation, Timer
+from core.backend import Attempt, Backend, Generation, Timer
 from core.config import Job
 from core.errors import Conflict, PipelineFailed, WorldError
 from core.model import BatchKind, Partial
+from core.port import Port
 from core.samples import RolloutBatch, Sample, Trajectory
 from core.units import NS_PER_S, show_s
 
@@ -36,39 +37,13 @@ REST_NS = 5 * NS_PER_S
 FAILURES_IN_A_ROW = 2
 
 
-class Generator(Protocol):
-    """What the gateway needs of a backend."""
-
-    clock: Clock
-
-    def slots(self, pipeline: str) -> int: ...
-    async def generate(self, attempt: Attempt) -> Generation: ...
-
-
-class Reports(Protocol):
-    """What the gateway needs of the pipeline's port; all of these return at once."""
-
-    def trajectory_completed(
-        self,
-        batch: int,
-        delivered: int,
-        trajectory: int,
-        attempt: int,
-        dp_rank: int,
-        segments: tuple[tuple[int, int], ...],
-    ) -> None: ...
-    def demand_changed(self, batch: int, target: int, delivered: int, reason: str) -> None: ...
-    def engine_suspected(self, dp_rank: int, reason: str) -> None: ...
-    def tell(self, event: events.TELEMETRY) -> None: ...
-
-
 Reward = Callable[[Sample], Awaitable[None]]
 
 
 class _Engine:
     """What the gateway knows of an engine. `opening` tells one open gate from the next."""
 
-    __slots__ = ("epoch", "failures", "in_flight", "open", "opening", "rank", "resting", "silent", "version")
+    __slots__ = ("epoch", "failures", "in_flight", "open", "opening", "rank", "resting", "version")
 
     def __init__(self, rank: int, epoch: int) -> None:
         self.rank = rank
@@ -77,8 +52,6 @@ class _Engine:
         self.open = False
         self.opening = 0
         self.in_flight = 0
-        self.silent = 0
-        """Of those in flight: attempts past their limit."""
         self.failures = 0
         """Attempts failed or timed out in a row since the gate opened."""
         self.resting = False
@@ -87,7 +60,7 @@ class _Engine:
 class _Flight:
     """One attempt under way."""
 
-    __slots__ = ("attempt", "deadline", "engine", "expired", "landed", "opening", "prefix", "trajectory", "version")
+    __slots__ = ("attempt", "deadline", "engine", "landed", "opening", "prefix", "trajectory", "version", "worker")
 
     def __init__(self, trajectory: Trajectory, engine: _Engine, prefix: tuple[tuple[int, int], ...], deadline: int):
         self.trajectory = trajectory
@@ -97,8 +70,8 @@ class _Flight:
         self.version = engine.version
         self.prefix = prefix
         self.deadline = deadline
-        self.expired = False
         self.landed = False
+        self.worker: _Worker | None = None
 
     @property
     def counts(self) -> bool:
@@ -107,13 +80,21 @@ class _Flight:
 
 
 class _Worker:
-    """A task that flies one attempt after another; parked on its event in between."""
+    """A task that flies one attempt after another, parked on its event in between. Cancelling its scope aborts the
+    attempt under way and retires the worker: a scope for each attempt would cost more than all the rest."""
 
-    __slots__ = ("flight", "wake")
+    __slots__ = ("flight", "scope", "wake")
 
-    def __init__(self, flight: _Flight) -> None:
-        self.flight: _Flight | None = flight
+    def __init__(self) -> None:
+        self.flight: _Flight | None = None
+        self.scope = anyio.CancelScope()
         self.wake: anyio.Event | None = None
+
+    def take(self, flight: _Flight) -> None:
+        self.flight = flight
+        flight.worker = self
+        if self.wake is not None:
+            self.wake.set()
 
 
 class Gateway:
@@ -124,10 +105,10 @@ class Gateway:
     while there is no engine at all. Training and evaluation take turns where both could start.
     """
 
-    def __init__(self, job: Job, reports: Reports, backend: Generator, reward: Reward | None = None) -> None:
+    def __init__(self, job: Job, port: Port, backend: Backend, reward: Reward | None = None) -> None:
         self._job = job
         self._pipeline = job.spec.id
-        self._reports = reports
+        self._port = port
         self._backend = backend
         self._clock = backend.clock
         self._reward = reward
@@ -307,11 +288,15 @@ class Gateway:
         flight = _Flight(trajectory, engine, self._usable_prefix(trajectory), self._clock.now_ns() + limit)
         if limit:
             self._watch(flight)
+        self._worker().take(flight)
+
+    def _worker(self) -> _Worker:
         if self._idle:
-            self._reuse(self._idle.pop(), flight)
-        else:
-            assert self._tasks is not None
-            self._tasks.start_soon(self._work, _Worker(flight), name="rollout")
+            return self._idle.pop()
+        assert self._tasks is not None
+        worker = _Worker()
+        self._tasks.start_soon(self._work, worker, name="rollout")
+        return worker
 
     def _usable_prefix(self, trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
         """What was generated so far, unless its oldest segment would break the batch's rule on versions."""
@@ -326,24 +311,25 @@ class Gateway:
     # --- attempts -------------------------------------------------------------------------------------
 
     async def _work(self, worker: _Worker) -> None:
-        while True:
-            if worker.flight is None:
-                worker.wake = anyio.Event()
-                await worker.wake.wait()
-            flight, worker.flight = worker.flight, None
-            assert flight is not None
-            await self._fly(flight)
-            self._idle.append(worker)
-            self.dispatch()
-
-    def _reuse(self, worker: _Worker, flight: _Flight) -> None:
-        worker.flight = flight
-        if worker.wake is not None:
-            worker.wake.set()
+        with worker.scope:
+            while not worker.scope.cancel_called:
+                if worker.flight is None:
+                    worker.wake = anyio.Event()
+                    await worker.wake.wait()
+                flight, worker.flight = worker.flight, None
+                assert flight is not None, "woken without a flight"
+                await self._fly(flight)
+                if not worker.scope.cancel_called:
+                    self._idle.append(worker)
+                    self.dispatch()
+        self.dispatch()
 
     async def _fly(self, flight: _Flight) -> None:
-        generation = await self._generate(flight)
-        self._land(flight, generation)
+        try:
+            generation = await self._generate(flight)
+        finally:
+            self._land(flight)
+        self._judge(flight, generation)
         if not flight.counts:
             return  # late: another attempt took its place
         if generation.status == "completed":
@@ -370,14 +356,10 @@ class Gateway:
         except WorldError as problem:
             return Generation(status="failed", reason=str(problem))
 
-    def _land(self, flight: _Flight, generation: Generation) -> None:
+    def _land(self, flight: _Flight) -> None:
         """The attempt is no longer on its engine."""
-        engine = flight.engine
         flight.landed = True
-        engine.in_flight -= 1
-        engine.silent -= flight.expired
-        if flight.opening == engine.opening and engine.open:
-            self._judge(engine, generation)
+        flight.engine.in_flight -= 1
         while self._limits and self._limits[0].landed:
             self._limits.popleft()
         if not self._limits and self._limit_timer is not None:
@@ -398,7 +380,7 @@ class Gateway:
             batch.queue_again(trajectory)  # the version changed under it
             return
         batch.accept(trajectory, sample)
-        self._reports.trajectory_completed(
+        self._port.trajectory_completed(
             batch.number, len(batch.samples), trajectory.index, flight.attempt, flight.engine.rank, segments
         )
 
@@ -419,17 +401,17 @@ class Gateway:
         why = f"given up after {trajectory.failures} attempts: {reason}"
         batch.give_up(trajectory, why)
         self._tell_dropped(batch, trajectory.index, why)
-        self._reports.demand_changed(batch.number, batch.target, len(batch.samples), why)
+        self._port.demand_changed(batch.number, batch.target, len(batch.samples), why)
 
     def _drop(self, batch: RolloutBatch, gone: list[Sample], reason: str) -> None:
         """Accepted samples turn out useless; their demand comes back."""
         batch.replace(gone)
         for sample in gone:
             self._tell_dropped(batch, sample.trajectory, reason)
-        self._reports.demand_changed(batch.number, batch.target, len(batch.samples), reason)
+        self._port.demand_changed(batch.number, batch.target, len(batch.samples), reason)
 
     def _tell_dropped(self, batch: RolloutBatch, trajectory: int, reason: str) -> None:
-        self._reports.tell(
+        self._port.tell(
             events.TrajectoryDropped(
                 pipeline=self._pipeline, batch=batch.number, trajectory=trajectory, reason=reason
             )
@@ -443,46 +425,51 @@ class Gateway:
             self._limit_timer = self._clock.call_at_ns(flight.deadline, self._on_limit)
 
     def _on_limit(self) -> None:
-        """Give every attempt past its limit to another engine, and name the engines that fell silent."""
+        """Abort every attempt past its limit, give it to another engine, and name the engines that fell silent."""
         now = self._clock.now_ns()
         self._limit_timer = None
-        suspects: dict[_Engine, int] = {}
+        silent: dict[_Engine, int] = {}
         while self._limits and (self._limits[0].landed or self._limits[0].deadline <= now):
             flight = self._limits.popleft()
             if not flight.landed and flight.counts:
-                self._expire(flight, suspects)
+                self._expire(flight)
+                silent[flight.engine] = silent.get(flight.engine, 0) + 1
         if self._limits:
             self._limit_timer = self._clock.call_at_ns(self._limits[0].deadline, self._on_limit)
-        for engine, count in suspects.items():
+        for engine, count in silent.items():
             self._suspect(engine, count)
         self.dispatch()
 
-    def _expire(self, flight: _Flight, suspects: dict[_Engine, int]) -> None:
-        engine = flight.engine
-        flight.expired = True
-        engine.silent += 1
-        if flight.opening == engine.opening and engine.open:
-            engine.failures += 1
-            suspects[engine] = suspects.get(engine, 0) + 1
-        self._fail(flight, f"no answer from engine {engine.rank} within {show_s(self._job.reissue_after)}")
+    def _expire(self, flight: _Flight) -> None:
+        assert flight.worker is not None
+        flight.worker.scope.cancel()
+        if self._is_current(flight):
+            flight.engine.failures += 1
+        self._fail(flight, f"no answer from engine {flight.engine.rank} within {show_s(self._job.reissue_after)}")
 
     def _suspect(self, engine: _Engine, count: int) -> None:
-        if engine.failures >= FAILURES_IN_A_ROW or engine.silent >= engine.in_flight:
-            self._reports.engine_suspected(
-                engine.rank, f"{count} attempts got no answer within {show_s(self._job.reissue_after)}"
-            )
+        """One straggler is bad luck; two in a row, or all that an engine runs, are not."""
+        if engine.open and (engine.failures >= FAILURES_IN_A_ROW or count >= engine.in_flight):
+            limit = show_s(self._job.reissue_after)
+            self._port.engine_suspected(engine.rank, f"{count} attempts got no answer within {limit}")
             self._rest(engine)
 
-    def _judge(self, engine: _Engine, generation: Generation) -> None:
+    def _judge(self, flight: _Flight, generation: Generation) -> None:
         """Failures in a row, or a refusal behind an open gate, earn the engine a rest."""
+        engine = flight.engine
+        if not self._is_current(flight):
+            return
         if generation.status == "completed":
             engine.failures = 0
-        elif generation.status == "failed":
-            engine.failures += 1
-            if engine.failures >= FAILURES_IN_A_ROW:
-                self._rest(engine)
-        else:
+            return
+        engine.failures += generation.status == "failed"
+        if generation.status == "aborted" or engine.failures >= FAILURES_IN_A_ROW:
             self._rest(engine)
+
+    @staticmethod
+    def _is_current(flight: _Flight) -> bool:
+        """Whether the engine is still as it was when the attempt started: how it ends says something about it."""
+        return flight.engine.open and flight.opening == flight.engine.opening
 
     def _rest(self, engine: _Engine) -> None:
         if engine.resting or self._tasks is None:

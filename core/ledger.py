@@ -194,7 +194,7 @@ class PipelineBook:
     __slots__ = (
         "id", "spec", "number", "phase", "reason", "seq", "batches", "opened_through", "requests", "leases",
         "requests_through", "published", "signal", "signals", "signalled_at", "consumed_at", "reported", "allocation",
-        "hungry_since", "engines", "rank_at", "up", "open_demand", "open_target", "releasing", "stop",
+        "hungry_since", "demand_since", "engines", "rank_at", "up", "open_demand", "open_target", "releasing", "stop",
         "planned_at", "leave_asked", "clearing", "degraded",
     )  # fmt: skip
 
@@ -226,6 +226,8 @@ class PipelineBook:
         """Was granted rollout and has not itself released it."""
         self.hungry_since = -1
         """Since when it has had demand (as the policy sees it) without completing a trajectory; -1: no demand."""
+        self.demand_since = -1
+        """Since when its open batches want trajectories, whatever the policy sees; -1: they do not."""
         infer = spec.infer
         self.engines = [Engine(self, rank, infer.bundle(rank)) for rank in range(infer.size)]
         self.rank_at = {gpu: engine.dp_rank for engine in self.engines for gpu in engine.gpus}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from core import actions, events
-from core.model import BatchState, Cluster, PipelineSpec, Priority, Role
+from core.model import Cluster, PipelineSpec, Priority, Role
 from core.observed_holdings import Holdings
 from core.observed_nouns import Batch, Lease, Pipeline, Request, Watcher
 
@@ -74,29 +74,30 @@ class Observed(Holdings):
 
     def _registered(self, message: events.PipelineRegistered) -> None:
         known = self.pipelines.get(message.pipeline)
-        if known is not None and not known.over:
-            self._accept(message)
-            return
+        if known is not None and not known.over and known.spec == message.spec:
+            return  # a retry
         if not self._possible(message.spec):
             return  # it will be rejected
-        if known is not None:
-            self._forget(known)
-        pipeline = self.pipelines[message.pipeline] = Pipeline(message.spec, message.seq)
-        for engine in pipeline.engines:
-            for gpu in engine.gpus:
-                self.gpus[gpu].engines.append(engine)
-        self._undo = (self.entry, lambda: self._forget(pipeline))
+        self._replace(known, Pipeline(message.spec, message.seq))
+        new = self.pipelines[message.pipeline]
+        self._undo = (self.entry, lambda: self._replace(new, known))
 
     def _possible(self, spec: PipelineSpec) -> bool:
         infer = spec.group(Role.ACTOR_INFER)
         known = all(0 <= gpu < len(self.gpus) for gpu in spec.union)
         return infer is not None and infer.tp > 0 and known
 
-    def _forget(self, pipeline: Pipeline) -> None:
-        del self.pipelines[pipeline.id]
-        for engine in pipeline.engines:
+    def _replace(self, old: Pipeline | None, new: Pipeline | None) -> None:
+        for engine in old.engines if old else ():
             for gpu in engine.gpus:
                 self.gpus[gpu].engines.remove(engine)
+        for engine in new.engines if new else ():
+            for gpu in engine.gpus:
+                self.gpus[gpu].engines.append(engine)
+        if old is not None:
+            del self.pipelines[old.id]
+        if new is not None:
+            self.pipelines[new.id] = new
 
     def _lease_requested(self, message: events.LeaseRequested) -> None:
         if (pipeline := self._accept(message)) is not None:
@@ -178,8 +179,13 @@ class Observed(Holdings):
             return
         pipeline.applied = message.seq
         state = message.state
+        if state.left:
+            self._end_pipeline(pipeline)
+            return
         pipeline.published = max(pipeline.published, state.published)
-        self._resend_batches(pipeline, state.batches, state.closed_through)
+        pipeline.releasing = pipeline.releasing or state.releasing
+        pipeline.batches = {batch.batch: Batch(batch.target, batch.delivered) for batch in state.batches}
+        self._recount(pipeline)
         waiting = {asked.request: asked for asked in state.waiting}
         for lease in tuple(pipeline.leases.values()):
             known = lease.request <= state.requests_through and lease.request not in waiting
@@ -193,13 +199,6 @@ class Observed(Holdings):
             if asked.request not in pipeline.requests and asked.request not in held:
                 self._file(pipeline, asked.request, asked.role, asked.priority)
 
-    def _resend_batches(self, pipeline: Pipeline, open: tuple[BatchState, ...], closed_through: int) -> None:
-        for number in [number for number in pipeline.batches if number <= closed_through]:
-            del pipeline.batches[number]
-        for batch in open:
-            pipeline.batches[batch.batch] = Batch(batch.target, batch.delivered)
-        self._recount(pipeline)
-
     # --- requests --------------------------------------------------------------------------------------
 
     def _file(self, pipeline: Pipeline, number: int, role: Role, priority: Priority) -> Request:
@@ -212,8 +211,12 @@ class Observed(Holdings):
     def _note(self, note: actions.Note) -> None:
         if note.kind == "quarantine":
             for id in note.gpus:
-                self.gpus[id].quarantined = self.gpus[id].tenant is not None
+                self.gpus[id].quarantined = True
                 self._watcher.gpu_changed(self.gpus[id])
+        elif note.kind == "shrink" or note.kind == "expand":
+            engine = self.engine(note.pipeline, note.dp_rank)
+            if engine is not None:
+                engine.doomed = note.kind == "shrink" and engine.up
         elif note.kind == "rejected" and self._undo is not None and self._undo[0] == self._cause:
             self._undo[1]()
             self._undo = None

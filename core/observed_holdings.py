@@ -78,6 +78,8 @@ class Holdings:
         pipeline = self.pipelines.get(action.pipeline)
         if pipeline is None:
             return
+        if action.epoch in pipeline.leases:
+            return  # told again: its client has not heard of it
         request = pipeline.requests.get(action.request)
         lease = pipeline.leases[action.epoch] = Lease(action, request, pipeline, self.now)
         self._occupy(lease, action.gpus)
@@ -86,13 +88,12 @@ class Holdings:
             self._end_request(request)
 
     def _grant_failed(self, action: actions.GrantLease) -> None:
-        """Not delivered: the client never touched the GPUs, so nothing needs to be seen free again."""
+        """Not delivered: it is taken back, as if the client had let go."""
         pipeline = self.pipelines.get(action.pipeline)
-        lease = pipeline.leases.pop(action.epoch, None) if pipeline else None
-        if lease is not None and not lease.claimed:
-            for gpu in lease.gpus:
-                if self.gpus[gpu].tenant is lease:
-                    self._vacate(self.gpus[gpu])
+        lease = pipeline.leases.get(action.epoch) if pipeline else None
+        if lease is not None:
+            lease.claimed = True
+            self._claim(lease, lease.gpus)
 
     def _end_request(self, request: Request) -> None:
         if request.pipeline.requests.pop(request.number, None) is not None:
@@ -138,11 +139,11 @@ class Holdings:
             gpu.watches -= 1
             if gpu.id in free:
                 gpu.free_bytes, gpu.free_seen_at = free[gpu.id], self.now
-            if gpu.claimed and gpu.serial == serial and not gpu.lost:
-                if enough:
+            if gpu.serial == serial and not gpu.lost and (gpu.claimed or gpu.tenant is None):
+                gpu.quarantined = not enough
+                if enough and gpu.claimed:
                     self._vacate(gpu)
                     continue
-                gpu.quarantined = True
             self._watcher.gpu_changed(gpu)
 
     def _memory_used(self, event: events.MemoryUsed) -> None:
@@ -179,6 +180,8 @@ class Holdings:
         engine = self.engine(action.pipeline, action.dp_rank)
         if engine is not None:
             engine.operation = action.action
+            if isinstance(action, actions.WakeEngine | actions.SleepEngine | actions.KillEngine):
+                engine.doomed = False
         return engine
 
     def _wake(self, action: actions.WakeEngine) -> None:
@@ -268,8 +271,6 @@ class Holdings:
     def _stop(self, action: actions.StopPipeline) -> None:
         self.pending[action.action] = action
         if (pipeline := self.pipelines.get(action.pipeline)) is not None:
-            for engine in pipeline.engines:
-                self._close_gate(engine)
             self._end_pipeline(pipeline)
 
     def _stopped(self, action: actions.StopPipeline) -> None:

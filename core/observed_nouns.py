@@ -54,7 +54,7 @@ class Gpu:
 
     @property
     def free(self) -> bool:
-        return self.tenant is None and not self.lost
+        return self.tenant is None and not self.lost and not self.quarantined
 
     @property
     def being_freed(self) -> bool:
@@ -63,12 +63,14 @@ class Gpu:
             return False
         if self.tenant is None or self.claimed:
             return True
-        return isinstance(self.tenant, Engine) and self.tenant.doing in (Doing.FALLING_ASLEEP, Doing.BEING_KILLED)
+        if not isinstance(self.tenant, Engine):
+            return False
+        return self.tenant.doomed or self.tenant.doing in (Doing.FALLING_ASLEEP, Doing.BEING_KILLED)
 
 
 class Engine:
     __slots__ = (
-        "busy", "closed_at", "doing", "failing", "gpus", "id", "last_sync", "operation", "permitted", "pipeline",
+        "busy", "closed_at", "doing", "doomed", "failing", "gpus", "id", "last_sync", "operation", "permitted", "pipeline",
         "routable", "routable_since", "synced",
     )  # fmt: skip
 
@@ -77,6 +79,8 @@ class Engine:
         self.pipeline = pipeline
         self.gpus = gpus
         self.doing = Doing.ASLEEP
+        self.doomed = False
+        """It is to sleep as soon as what it is doing allows (a note said so)."""
         self.operation = -1
         """Number of the last action it was given."""
         self.permitted = False

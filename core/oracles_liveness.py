@@ -66,6 +66,7 @@ class LivenessOracles(Watcher):
         self._last_failure = -1
         self.checks: dict[type, Callable[[Any], None]] = {
             events.TrajectoryCompleted: self._progress,
+            events.StateResent: self._resent,
             events.WeightsPublished: self._published,
             events.ActionFailed: self._action_failed,
             events.ActionUnknown: self._action_failed,
@@ -144,7 +145,7 @@ class LivenessOracles(Watcher):
 
     def _feasible(self, engine: Engine) -> bool:
         gpus = (self._observed.gpus[gpu] for gpu in engine.gpus)
-        return not any(gpu.lost or gpu.quarantined for gpu in gpus)
+        return not engine.failing and not any(gpu.lost or gpu.quarantined for gpu in gpus)
 
     def _starved(self, rule: str, text: str, at_ns: int) -> None:
         self._monitor.breach(rule, text, at_ns)
@@ -154,6 +155,14 @@ class LivenessOracles(Watcher):
         if event.pipeline in self._since:
             self._since[event.pipeline] = self._observed.now
             self._excuses[event.pipeline] = 0
+
+    def _resent(self, event: events.StateResent) -> None:
+        """Completed trajectories whose own messages were lost are progress too."""
+        pipeline = self._observed.pipelines.get(event.pipeline)
+        if pipeline is not None and pipeline.id in self._since and event.seq > pipeline.applied:
+            before = sum(batch.delivered for batch in pipeline.batches.values())
+            if sum(batch.delivered for batch in event.state.batches) > before:
+                self._since[pipeline.id] = self._observed.now
 
     def _own_failure(self, event: Any) -> None:
         self._last_failure = self._observed.entry + 1

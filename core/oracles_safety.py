@@ -66,7 +66,18 @@ class SafetyOracles:
     def finish(self) -> None:
         """The run ended by itself: nothing may be left in flight."""
         for number, action in self._observed.pending.items():
-            self._breach("outcome", f"{_name(action)} (action {number}) never ended")
+            if not self._hopeless(action):
+                self._breach("outcome", f"{_name(action)} (action {number}) never ended")
+
+    def _hopeless(self, action: actions.Action) -> bool:
+        """Nobody waits for it any more: memory that does not come back, an engine of a pipeline that is over."""
+        match action:
+            case actions.AwaitMemory():
+                return any(self._observed.gpus[gpu].quarantined or self._observed.gpus[gpu].lost for gpu in action.gpus)
+            case actions.EngineAction():
+                pipeline = self._observed.pipelines.get(action.pipeline)
+                return pipeline is None or pipeline.over
+        return False
 
     # --- S1, S2: tenancies -----------------------------------------------------------------------------
 
@@ -85,6 +96,8 @@ class SafetyOracles:
         pipeline = self._observed.pipelines.get(action.pipeline)
         request = pipeline.requests.get(action.request) if pipeline else None
         who = f"{action.role} of {action.pipeline}"
+        if pipeline is not None and action.epoch in pipeline.leases:
+            return  # told again
         if pipeline is None or request is None:
             self._breach("S1", f"GPUs {_ids(action.gpus)} are granted to {who}, which does not wait for them")
             return
@@ -106,6 +119,8 @@ class SafetyOracles:
             gpu = self._observed.gpus[id]
             if gpu.lost:
                 self._breach("S1", f"{who} is given GPU {id}, whose node left")
+            elif gpu.quarantined:
+                self._breach("S2", f"{who} is given GPU {id} out of quarantine")
             elif gpu.claimed:
                 self._breach("S2", f"{who} is given GPU {id} before the memory of {_who(gpu)} was seen free")
             elif gpu.tenant is not None:
@@ -121,6 +136,9 @@ class SafetyOracles:
                     self._breach("S3", f"{pipeline.id} and {other.id} initialise at the same time")
 
     def _phase_started(self, event: events.PhaseStarted) -> None:
+        pipeline = self._observed.pipelines.get(event.pipeline)
+        if pipeline is not None and pipeline.over:
+            return  # cleaning up; its workers are being stopped, and refuse
         for id in event.gpus:
             tenant = self._observed.gpus[id].tenant if 0 <= id < len(self._observed.gpus) else None
             if not isinstance(tenant, Lease) or tenant.pipeline.id != event.pipeline:
@@ -193,10 +211,8 @@ class SafetyOracles:
             case actions.AwaitMemory():
                 for id in action.gpus:
                     self._blame_tenant(self._observed.gpus[id])
-            case actions.EngineAction(pipeline=id) | actions.GrantLease(pipeline=id) | actions.StopPipeline(pipeline=id):
-                self._own_faults.setdefault(id, f"{_name(action)} failed")
-            case actions.FailPipeline(pipeline=id) | actions.ConfirmRelease(pipeline=id):
-                self._own_faults.setdefault(id, f"{_name(action)} was not answered")
+            case actions.EngineAction() | actions.GrantLease() | actions.StopPipeline() | actions.ConfirmRelease():
+                self._own_faults.setdefault(action.pipeline, f"{_name(action)} failed")
 
     def _blame_tenant(self, gpu: Gpu) -> None:
         if gpu.tenant is not None:
@@ -265,7 +281,9 @@ class SafetyOracles:
     def _confirm_release(self, action: actions.ConfirmRelease) -> None:
         self._issued(action)
         pipeline = self._observed.pipelines.get(action.pipeline)
-        for engine in pipeline.engines if pipeline else ():
+        if pipeline is None or pipeline.over:
+            return  # the answer to its leaving
+        for engine in pipeline.engines:
             held = [gpu for gpu in engine.gpus if self._observed.gpus[gpu].tenant is engine]
             if held and not self._observed.gpus[held[0]].lost:
                 self._breach("S2", f"a release is confirmed to {action.pipeline} while {engine.id} has GPU {held[0]}")

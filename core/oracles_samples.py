@@ -169,9 +169,9 @@ class SampleOracles:
             self._retire(event.pipeline)
 
     def _resent(self, event: events.StateResent) -> None:
-        for number, book in self._books.get(event.pipeline, {}).items():
+        for number, book in self._books.setdefault(event.pipeline, {}).items():
             book.gaps = True
-            book.closed = book.closed or number <= event.state.closed_through
+            book.closed = book.closed or number <= event.state.opened_through
         for batch in event.state.batches:
             if (open_book := self._book(event.pipeline, batch.batch)) is not None:
                 open_book.gaps, open_book.closed = True, False

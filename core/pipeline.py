@@ -21,48 +21,15 @@ from core import events
 from core.backend import Backend, Clock, Phase
 from core.config import Job
 from core.errors import Conflict, PipelineFailed, RequestError, TurnstileError
-from core.gateway import Gateway, Reports, Reward
+from core.gateway import Gateway, Reward
 from core.model import BatchKind, Priority, Role
+from core.port import Lease, Port
 from core.samples import RolloutBatch, Sample
 
 CLEANUP_S = 60
 """Seconds that leaving may take, whatever happened."""
 
 CANCELLED = "cancelled"
-
-
-class Lease(Protocol):
-    """GPUs held by a worker group of this pipeline."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def gpus(self) -> tuple[int, ...]: ...
-
-
-class Port(Reports, Protocol):
-    """What a pipeline needs of its connection to the scheduler (`core.port` has the real one)."""
-
-    gates: "Gates"
-
-    async def register(self, spec: object) -> None: ...
-    async def admit(self) -> None: ...
-    async def request(self, role: Role, priority: Priority) -> Lease: ...
-    async def release_and_request(self, lease: Lease, role: Role, priority: Priority) -> Lease: ...
-    def release(self, lease: Lease) -> None: ...
-    def batch_opened(self, batch: int, target: int, kind: BatchKind) -> None: ...
-    def rollout_signal(self, batch: int) -> None: ...
-    def batch_closed(self, batch: int, reason: str) -> None: ...
-    def weights_published(self, version: int) -> None: ...
-    async def leave(self, error: str | None) -> None: ...
-
-
-class Gates(Protocol):
-    """What the service calls back; never blocks."""
-
-    def open_gate(self, dp_rank: int, version: int, epoch: int) -> None: ...
-    def close_gate(self, dp_rank: int) -> None: ...
-    def failed(self, reason: str) -> None: ...
 
 
 class Stage(NamedTuple):
@@ -391,6 +358,12 @@ class Pipeline:
         self._failure = self._failure or reason
         if self._scope is not None:
             self._scope.cancel()
+
+    def vanish(self) -> None:
+        """The client's process is gone without a word: nothing is said from now on, not even goodbye. Whoever calls
+        this also cancels `run`."""
+        self._known = False
+        self._port.close()
 
     # --- one life -------------------------------------------------------------------------------------
 

@@ -289,6 +289,10 @@ def grant_delivered(state: State, lease: Lease, failure: str | None) -> None:
 
 def feed(state: State, book: PipelineBook, *, progress: bool = False) -> None:
     """Keep `hungry_since` true after anything that changes demand or completes a trajectory."""
+    if not book.open_demand:
+        book.demand_since = -1
+    elif book.demand_since < 0:
+        book.demand_since = state.ledger.now
     wanted = demand(book, state.ledger.policy) if book.phase is Phase.READY else 0
     if not wanted:
         book.hungry_since = -1

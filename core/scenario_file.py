@@ -73,22 +73,22 @@ class FaultKind(NamedTuple):
     takes: tuple[str, ...] = ()
 
 
-# A `duration` left out means "for ever"; a `dp_rank` left out, where it is only taken, is described on the line.
+# A `dp_rank` that is only taken narrows the fault to one engine; left out, it hits whoever of the pipeline is next.
 FAULT_KINDS: dict[str, FaultKind] = {
     "kill_engine": FaultKind(("pipeline", "dp_rank")),
-    "hang_engine": FaultKind(("pipeline", "dp_rank"), ("duration",)),
+    "hang_engine": FaultKind(("pipeline", "dp_rank")),
     "slow_engine": FaultKind(("pipeline", "dp_rank", "factor"), ("duration",)),
-    "false_release": FaultKind(("pipeline",), ("dp_rank", "duration", "count")),  # no dp_rank: the trainer
-    "leak_residue": FaultKind(("pipeline", "gib"), ("dp_rank", "count")),  # no dp_rank: the trainer
+    "false_release": FaultKind(("pipeline",), ("dp_rank", "duration", "count")),
+    "leak_residue": FaultKind(("pipeline", "gib"), ("dp_rank", "count")),
     "kill_trainer": FaultKind(("pipeline",)),
-    "hang_trainer": FaultKind(("pipeline",), ("duration",)),
-    "fail_sync": FaultKind(("pipeline",), ("dp_rank", "count")),  # no dp_rank: whichever engine syncs next
+    "hang_trainer": FaultKind(("pipeline",)),
+    "fail_sync": FaultKind(("pipeline",), ("dp_rank", "count")),
     "lose_message": FaultKind(("pipeline",), ("count",)),
     "delay_message": FaultKind(("pipeline", "duration"), ("count",)),
     "duplicate_message": FaultKind(("pipeline",), ("count",)),
     "kill_client": FaultKind(("pipeline",)),
     "remove_node": FaultKind(("node",)),
-    "restart_control_plane": FaultKind(()),
+    "restart_control_plane": FaultKind((), ("duration",)),
 }
 
 
@@ -171,7 +171,7 @@ def _fault(table: Table) -> Fault:
         if key in kind.needs and not table.has(key):
             raise ConfigError(table.at(key), "missing", f"{name} needs {', '.join(kind.needs)}")
         if key not in kind.needs + kind.takes and table.has(key):
-            takes = ", ".join(kind.needs + kind.takes) or "nothing more"
+            takes = ", ".join(kind.needs + kind.takes)
             raise ConfigError(table.at(key), f"{name} takes no {key}", f"beside at and kind it takes {takes}")
     return Fault(
         at=table.seconds("at"),

@@ -97,7 +97,7 @@ class Service:
         await self._trigger(trigger).wait()
 
     def freeze(self) -> None:
-        """The verdict is in: nothing more is logged or decided."""
+        """The verdict is in: nothing more is logged. Decisions go on, so that everyone can clean up."""
         self._frozen = True
 
     # --- events in -------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Service:
             return
         self._busy = True
         try:
-            while self._inbox and not self._frozen:
+            while self._inbox:
                 self._decide(*self._inbox.popleft())
         finally:
             self._busy = False
@@ -146,6 +146,11 @@ class Service:
         if found is None:
             found = self._seen[trigger] = anyio.Event()
         return found
+
+    def conclude(self, verdict: Any) -> None:
+        """Write the verdict as the last entry of the log."""
+        self._log(verdict, self._entries - 1)
+        self.freeze()
 
     def _log(self, item: Any, cause: int) -> int:
         entry = self._entries

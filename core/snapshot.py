@@ -25,7 +25,7 @@ from core.model import (
 from core.demand import due
 from core.planner import plan
 from core.regions import Regions
-from core.topology import _check_group as check_group
+from core.topology import check_group
 
 NOW = 10**18
 """ns since everyone's last change: every residence and turn has elapsed."""

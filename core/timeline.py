@@ -1,7 +1,7 @@
 """What each GPU is doing, moment by moment, from the entries: the one place that says what counts as what.
 
-A GPU is in exactly one state at a time. States in order of precedence: lost; a trainer phase that runs on it; else what
-its tenant does. `STATES` sorts them into busy, switching and idle, the three that the summary adds up.
+A GPU is in exactly one state at a time: lost, free, in quarantine, or what its tenant does there. `STATES` sorts them
+into busy, switching and idle, the three that the summary adds up.
 """
 
 from collections.abc import Callable
@@ -66,9 +66,10 @@ class Timeline:
     def __init__(self, gpus: list[Gpu], sink: SegmentSink) -> None:
         self._gpus = gpus
         self._sink = sink
-        self._now: list[tuple[str, str, int]] = [("free", "", 0)] * len(gpus)
-        """State, pipeline and beginning of each GPU's open segment."""
-        self._pending: list[tuple[str, str]] = [("free", "")] * len(gpus)
+        self._open: list[tuple[tuple[str, str], int]] = [(("free", ""), 0)] * len(gpus)
+        """The segment to be emitted next, of each GPU: (state, pipeline), beginning."""
+        self._current = list(self._open)
+        """What came after it, if it turns out to last longer than an instant."""
         self._phases: dict[int, str] = {}
         self._running: dict[tuple[str, Role], tuple[int, ...]] = {}
 
@@ -86,22 +87,29 @@ class Timeline:
 
     def update(self, gpu: Gpu, now_ns: int) -> None:
         """The GPU, its tenant or its phase may have changed."""
-        state, pipeline = self._state(gpu)
-        before, whose, since = self._now[gpu.id]
-        if state == before and pipeline == whose:
-            return
-        if now_ns > since:
-            self._sink(Segment(gpu.id, since, now_ns, before, whose))
-            self._now[gpu.id] = (state, pipeline, now_ns)
-        else:
-            self._now[gpu.id] = (state, pipeline, since)
+        new = self._state(gpu)
+        current, at = self._current[gpu.id]
+        if new != current:
+            if now_ns > at:
+                self._lasted(gpu.id, current, at)
+            self._current[gpu.id] = (new, now_ns)
 
     def finish(self, now_ns: int) -> None:
         """End the open segments."""
-        for gpu, (state, pipeline, since) in enumerate(self._now):
+        for gpu, (current, at) in enumerate(self._current):
+            if now_ns > at:
+                self._lasted(gpu, current, at)
+            state, since = self._open[gpu]
             if now_ns > since:
-                self._sink(Segment(gpu, since, now_ns, state, pipeline))
-                self._now[gpu] = (state, pipeline, now_ns)
+                self._sink(Segment(gpu, since, now_ns, *state))
+                self._open[gpu] = (current, now_ns)
+
+    def _lasted(self, gpu: int, state: tuple[str, str], at: int) -> None:
+        before, since = self._open[gpu]
+        if state != before:
+            if at > since:
+                self._sink(Segment(gpu, since, at, *before))
+            self._open[gpu] = (state, at)
 
     def _state(self, gpu: Gpu) -> tuple[str, str]:
         tenant = gpu.tenant
@@ -109,16 +117,17 @@ class Timeline:
             return "lost", ""
         if tenant is None:
             self._phases.pop(gpu.id, None)  # a trainer that died never said that its phase ended
-            return "free", ""
+            return ("quarantine" if gpu.quarantined else "free"), ""
         if gpu.quarantined:
             return "quarantine", tenant.pipeline.id
         if gpu.claimed:
             return "release", tenant.pipeline.id
         if isinstance(tenant, Engine):
             return _engine_state(tenant), tenant.pipeline.id
-        phase = self._phases.get(gpu.id)
-        held = "init" if tenant.priority is Priority.INITIALIZATION else "held"
-        return phase if phase in STATES else held, tenant.pipeline.id
+        phase = self._phases.get(gpu.id, "")
+        if tenant.priority is Priority.INITIALIZATION:
+            return "init", tenant.pipeline.id
+        return phase if phase in STATES else "held", tenant.pipeline.id
 
 
 def _engine_state(engine: Engine) -> str:

@@ -63,7 +63,7 @@ def check_spec(cluster: Cluster, spec: PipelineSpec) -> None:
         if roles.count(role) > 1:
             raise TopologyError(_place(spec, role), f"declared {roles.count(role)} times", "one group a role")
     for group in spec.groups:
-        _check_group(cluster, group, _place(spec, group.role))
+        check_group(cluster, group, _place(spec, group.role))
     _check_overlap(spec)
     _check_numbers(spec)
 
@@ -72,7 +72,7 @@ def _place(spec: PipelineSpec, role: Role) -> str:
     return f"{spec.id}.{ROLE_KEYS[role]}"
 
 
-def _check_group(cluster: Cluster, group: WorkerGroup, where: str) -> None:
+def check_group(cluster: Cluster, group: WorkerGroup, where: str) -> None:
     if group.role is Role.REWARD:
         if group.gpus:
             raise TopologyError(where, f"runs on CPU, but has GPUs {_ids(group.gpus)}", "remove them")

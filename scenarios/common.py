@@ -17,13 +17,14 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from core import run as core_run
 from core.backend import load_backend
 from core.config import Job, Scenario
 from core.errors import ConfigError, InvariantBroken, RequestError, TurnstileError
 from core.model import Role
+from core.perfetto import PerfettoWriter
 from core.topology import remarks
 from core.trace import TraceWriter, header_of
-from core.units import seconds
 from scenarios import catalogue
 from scenarios.board import Board
 from scenarios.display import LiveView, PlainLines
@@ -107,50 +108,37 @@ def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show") -> Ru
     """Run one scenario to its end. Raises TurnstileError if it could not begin, or broke Turnstile itself."""
     board = Board(scenario)
     with ExitStack() as stack:
-        listeners: list[Listener] = [board]
-        listeners += _logs(scenario, options, stack)
-        listeners += show.listeners(board, stack)
+        listeners: list[Listener] = [board, *_logs(scenario, options, stack), *show.listeners(board, stack)]
         try:
             summary = execute(scenario, options.backend, listeners)
         except KeyboardInterrupt:
-            summary = interrupted(scenario, options.backend, board)
+            summary = board.summary(header_of(scenario, options.backend), "interrupted", [])
         except InvariantBroken as broken:
             raise InvariantBroken(f"{broken} ({_where_log_is(scenario, options)})") from broken
+    summary["details"] = board.details()
     return Run(scenario, summary, board, by_table=options.demand == ALL)
 
 
 def execute(scenario: Scenario, backend: str, listeners: Sequence[Listener]) -> Summary:
-    """The one place that knows how a run is started: the contract's fields, plus what idle holders cost."""
-    from core import run as core_run
-
-    return core_run.execute(scenario, backend, listeners).summary
-
-
-def interrupted(scenario: Scenario, backend: str, board: Board) -> Summary:
-    """What is known of a run that was interrupted before it could account for itself."""
-    return {
-        "scenario": scenario.name,
-        "backend": backend,
-        "demand": str(scenario.demand),
-        "seed": scenario.seed,
-        "outcome": "interrupted",
-        "makespan_s": seconds(board.now),
-        "handovers": 0,
-        "gpus": [],
-        "pipelines": [],
-        "violations": [],
-        "diagnosis": None,
-    }
+    """The one place that knows how a run is started. An interrupted run has a summary too, if it got that far."""
+    try:
+        return core_run.execute(scenario, backend, listeners).summary
+    except KeyboardInterrupt as stopped:
+        if stopped.args and isinstance(stopped.args[0], core_run.Result):
+            return stopped.args[0].summary
+        raise
 
 
 def _logs(scenario: Scenario, options: argparse.Namespace, stack: ExitStack) -> list[Listener]:
-    """The writer of the event log, if one was asked for; closed when the run is over."""
-    path = output(options, "trace", scenario.demand)
-    if path is None:
-        return []
-    writer = TraceWriter(path, header_of(scenario, options.backend))
-    stack.callback(_check_log, writer, path)
-    return [stack.enter_context(writer)]
+    """The writers of the event log that were asked for; closed when the run is over."""
+    found: list[Listener] = []
+    if (log := output(options, "trace", scenario.demand)) is not None:
+        writer = TraceWriter(log, header_of(scenario, options.backend))
+        stack.callback(_check_log, writer, log)
+        found.append(stack.enter_context(writer))
+    if (picture := output(options, "perfetto", scenario.demand)) is not None:
+        found.append(stack.enter_context(PerfettoWriter(picture, scenario)))
+    return found
 
 
 def _check_log(writer: TraceWriter, path: Path) -> None:

@@ -6,7 +6,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Self
@@ -18,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from core import actions, events
-from core.config import Scenario
+from core.config import Job
+from core.timeline import STATES
 from core.units import seconds, show_s
-from scenarios.board import Board, Progress
-from scenarios.timeline import LOOK, Painter
+from scenarios.board import Board
+from scenarios.timeline import Painter
 
 try:
     from backends.sim.fence import unfenced
@@ -44,7 +45,9 @@ WORDS = {
     "held": "held",
     "wake": "waking",
     "sync": "syncing",
+    "drain": "draining",
     "sleep": "going to sleep",
+    "kill": "being killed",
     "release": "freeing memory",
     "log_probs": "log-probs",
     "quarantine": "QUARANTINED",
@@ -85,53 +88,56 @@ class LiveView:
 def picture(board: Board) -> Group:
     """The present moment: a bar a pipeline, the holder of each GPU, the time."""
     painter = Painter(board.scenario)
-    gpus = _gpu_rows(board, painter) if len(board.cells) <= GPU_ROWS else _gpu_counts(board, painter)
+    gpus = _gpu_rows(board, painter) if board.scenario.cluster.gpus <= GPU_ROWS else _gpu_counts(board)
     return Group(Text(f"time {seconds(board.now):.1f} s", style="bold"), _pipeline_rows(board, painter), gpus)
 
 
 def _pipeline_rows(board: Board, painter: Painter) -> Table:
     table = Table.grid(padding=(0, 2))
-    for progress in list(board.progress.values())[:PIPELINE_ROWS]:
-        delivered, target = progress.open_batch
+    for job in board.scenario.jobs[:PIPELINE_ROWS]:
+        pipeline = job.spec.id
+        delivered, target = board.open_batch(pipeline)
         table.add_row(
-            Text(progress.id, style=painter.colour(progress.id)),
+            Text(pipeline, style=painter.colour(pipeline)),
             ProgressBar(total=max(1, target), completed=min(delivered, target), width=BAR),
             Text(f"{delivered}/{target} trajectories" if target else "no open batch"),
-            Text(f"step {progress.steps_done}/{progress.steps}"),
-            Text(_doing(progress)),
+            Text(f"step {board.steps_done(pipeline)}/{job.steps}"),
+            Text(_doing(board, pipeline)),
         )
-    if len(board.progress) > PIPELINE_ROWS:
-        done = sum(progress.steps_done for progress in board.progress.values())
-        more = len(board.progress) - PIPELINE_ROWS
+    more = len(board.scenario.jobs) - PIPELINE_ROWS
+    if more > 0:
+        done = sum(board.steps_done(job.spec.id) for job in board.scenario.jobs)
         table.add_row("", "", f"and {more} more pipelines", f"{done} steps in all")
     return table
 
 
-def _doing(progress: Progress) -> str:
-    if progress.over:
-        return f"failed: {progress.error}" if progress.error else "done"
-    if progress.doing == "waiting" and progress.demand:
-        return f"wants {progress.demand} trajectories"
-    return WORDS.get(progress.doing, progress.doing)
+def _doing(board: Board, pipeline: str) -> str:
+    if pipeline in board.ended:
+        error = board.ended[pipeline]
+        return f"failed: {error}" if error else "done"
+    if pipeline in board.phases:
+        return WORDS.get(board.phases[pipeline], board.phases[pipeline])
+    wanted = board.demand(pipeline)
+    return f"wants {wanted} trajectories" if wanted else "waiting"
 
 
 def _gpu_rows(board: Board, painter: Painter) -> Table:
     table = Table.grid(padding=(0, 2))
-    for gpu, cell in enumerate(board.cells):
-        style = painter.style(cell)
-        table.add_row(f"gpu {gpu}", Text(cell.pipeline or "-", style), Text(WORDS.get(cell.state, cell.state), style))
+    for gpu, (state, pipeline) in enumerate(board.moment()):
+        style = painter.style(state, pipeline)
+        table.add_row(f"gpu {gpu}", Text(pipeline or "-", style), Text(WORDS.get(state, state), style))
     return table
 
 
-def _gpu_counts(board: Board, painter: Painter) -> Table:
-    """One line a kind and state: what all the GPUs are doing, by how many."""
+def _gpu_counts(board: Board) -> Table:
+    """One line a state: how many of all the GPUs are in it."""
+    moment = board.moment()
     counts: dict[tuple[str, str], int] = {}
-    for cell in board.cells:
-        key = (LOOK[cell.state].kind, cell.state)
-        counts[key] = counts.get(key, 0) + 1
+    for state, _ in moment:
+        counts[STATES[state], state] = counts.get((STATES[state], state), 0) + 1
     table = Table.grid(padding=(0, 2))
     for (kind, state), count in sorted(counts.items()):
-        share = ProgressBar(total=len(board.cells), completed=count, width=BAR)
+        share = ProgressBar(total=len(moment), completed=count, width=BAR)
         table.add_row(f"{count} GPUs", share, WORDS.get(state, state), f"({kind})")
     return table
 
@@ -142,7 +148,7 @@ class PlainLines:
     def __init__(self, board: Board, write: Callable[[str], None]) -> None:
         self._board = board
         self._write = write
-        self._milestones = Milestones(board.scenario)
+        self._milestones = Milestones(board.scenario.jobs)
         self._told: set[str] = set()
         self._trouble = 0
 
@@ -155,7 +161,7 @@ class PlainLines:
             case events.PhaseEnded(phase="init", pipeline=pipeline, error=None):
                 return self._once(f"{pipeline}: initialised")
             case events.StepCompleted(pipeline=pipeline):
-                return self._milestones.passed(self._board.progress[pipeline])
+                return self._milestones.passed(pipeline, self._board.steps_done(pipeline))
             case actions.Note(kind="rollout_granted", pipeline=pipeline):
                 return self._once(f"{pipeline}: granted its first engines for rollout")
             case actions.Note(kind="init_accepted", pipeline=pipeline):
@@ -184,14 +190,14 @@ class PlainLines:
 class Milestones:
     """Which finished steps are worth a line: each of a short run, every so many of a long one, and the last."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self._total = sum(job.steps for job in scenario.jobs)
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._steps = {job.spec.id: job.steps for job in jobs}
+        self._total = sum(self._steps.values())
         self._every = -(-self._total // PLAIN_STEPS)
         self._done = 0
 
-    def passed(self, progress: Progress) -> Iterable[str]:
+    def passed(self, pipeline: str, step: int) -> Iterable[str]:
         self._done += 1
         if self._done % self._every and self._done != self._total:
             return ()
-        line = f"{progress.id}: step {progress.steps_done} of {progress.steps} ({self._done} of {self._total} in all)"
-        return (line,)
+        return (f"{pipeline}: step {step} of {self._steps[pipeline]} ({self._done} of {self._total} in all)",)

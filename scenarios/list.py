@@ -1,5 +1,7 @@
 """The scenarios that come with Turnstile, a line each."""
 
+from collections.abc import Sequence
+
 from scenarios import catalogue
 from scenarios.common import guarded
 from scenarios.options import Parser
@@ -11,11 +13,15 @@ def lines() -> list[str]:
     return [f"{name:<{width}}  {catalogue.about(name)}" for name in catalogue.names()]
 
 
-def main() -> int:
-    Parser(prog="python -m scenarios.list", description="list the shipped scenarios").parse_args()
-    print("\n".join(lines()))
+def print_list() -> int:
+    print("\n".join(lines()), flush=True)
     return OK
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    Parser(prog="python -m scenarios.list", description="list the shipped scenarios").parse_args(argv)
+    return guarded(print_list)
+
+
 if __name__ == "__main__":
-    raise SystemExit(guarded(main))
+    raise SystemExit(main())

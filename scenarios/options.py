@@ -54,7 +54,7 @@ def parser(prog: str, about: str, *, takes_file: bool = False) -> Parser:
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", metavar="FILE", help="the result as JSON; - for standard output (and nothing else there)")
+    group.add_argument("--json", metavar="FILE", help="the result as JSON; - for standard output, alone there")
     group.add_argument("--trace", metavar="FILE", help="the event log, JSON lines (--demand all: one a policy)")
     group.add_argument("--perfetto", metavar="FILE", help="the log as a trace for ui.perfetto.dev")
     group.add_argument("--report", metavar="FILE.html", help="timeline and figures as one HTML page")

@@ -43,10 +43,10 @@ def table_code(summaries: Sequence[Summary]) -> int:
     """The exit code of `--demand all`: 0 if each policy ended as `TABLE` says."""
     if any(summary["outcome"] == "interrupted" for summary in summaries):
         return INTERRUPTED
-    astray = [summary for summary in summaries if not as_table(summary)]
-    if any(summary["outcome"] in STUCK_OUTCOMES for summary in astray):
+    unforeseen = [summary["outcome"] for summary in summaries if summary["outcome"] not in TABLE[summary["demand"]]]
+    if any(outcome in STUCK_OUTCOMES for outcome in unforeseen):
         return STUCK
-    return FAILED if astray or len(summaries) < len(TABLE) else OK
+    return OK if len(summaries) == len(TABLE) and all(as_table(summary) for summary in summaries) else FAILED
 
 
 def as_table(summary: Summary) -> bool:

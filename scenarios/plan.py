@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(where: str, explain: bool) -> int:
-    print(json.dumps(plan_snapshot(read_snapshot(where), explain=explain), indent=2))
-    sys.stdout.flush()
+    print(json.dumps(plan_snapshot(read_snapshot(where), explain=explain), indent=2), flush=True)
     return OK
 
 

@@ -21,7 +21,8 @@ def _replay(path: str) -> int:
     if divergence is not None:
         print(f"{path}: {divergence}")
         return FAILED
-    print(f"{path}: decide gives the same actions ({header.scenario}, demand {header.demand}, seed {header.seed})")
+    what = f"{header.scenario}, demand {header.demand}, seed {header.seed}"
+    print(f"{path}: decide gives the same actions ({what})", flush=True)
     if entries.truncated:
         print(f"note: {entries.truncated}")
     return OK

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from core.timeline import STATES, Segment
 from core.units import ns, seconds
-from scenarios.board import Segment
 from scenarios.outcome import Summary
 from scenarios.summary import MEASURES, Run, floor_cost, totals
-from scenarios.timeline import LOOK, Painter, stretches
+from scenarios.timeline import Painter, stretches
 
 PALETTE = ("#1e88e5", "#fb8c00", "#43a047", "#d81b60", "#c0a000", "#00acc1", "#e53935", "#8e24aa")
 PLAIN = {"free": "var(--free)", "lost": "#555555", "quarantine": "#b71c1c"}
@@ -110,8 +110,10 @@ def _table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 def _timeline(run: Run) -> str:
     """A row a GPU; strong colour: busy, half: switching, faint: held idle. Hovering says what and how long."""
     timeline, makespan = run.timeline, run.summary["makespan_s"]
-    if not timeline or makespan <= 0:
-        return f"<p>No timeline: {len(run.board.cells)} GPUs are too many rows.</p>" if not run.board.has_rows else ""
+    if not run.board.has_rows:
+        return f"<p>No timeline: {run.scenario.cluster.gpus} GPUs are too many rows.</p>"
+    if makespan <= 0:
+        return ""
     painter = Painter(run.scenario)
     end = ns(makespan)
     height = len(timeline) * (ROW + GAP) + 20
@@ -130,9 +132,9 @@ def _row(gpu: int, segments: Sequence[Segment], end: int, painter: Painter) -> s
 
 
 def _stretch(segment: Segment, top: int, scale: float, painter: Painter) -> str:
-    cell = segment.cell
     start, length = segment.start * scale, (segment.end - segment.start) * scale
-    title = f"{cell.pipeline or 'nobody'}: {cell.state}, {seconds(segment.start):.1f} to {seconds(segment.end):.1f} s"
+    when = f"{seconds(segment.start):.1f} to {seconds(segment.end):.1f} s"
+    title = f"{segment.pipeline or 'nobody'}: {segment.state}, {when}"
     return (
         f'<rect x="{LABEL + start:.2f}" y="{top}" width="{length:.2f}" height="{ROW}" fill="{_fill(segment, painter)}" '
         f'fill-opacity="{_opacity(segment):g}"><title>{escape(title)}</title></rect>'
@@ -140,16 +142,15 @@ def _stretch(segment: Segment, top: int, scale: float, painter: Painter) -> str:
 
 
 def _fill(segment: Segment, painter: Painter) -> str:
-    if segment.cell.pipeline not in painter.number or segment.cell.state in PLAIN:
-        return PLAIN.get(segment.cell.state, "#777777")
-    return PALETTE[painter.number[segment.cell.pipeline] % len(PALETTE)]
+    if segment.pipeline not in painter.number or segment.state in PLAIN:
+        return PLAIN.get(segment.state, "#777777")
+    return PALETTE[painter.number[segment.pipeline] % len(PALETTE)]
 
 
 def _opacity(segment: Segment) -> float:
-    if segment.cell.state in PLAIN:
+    if segment.state in PLAIN:
         return 1.0
-    is_rollout = segment.cell.state == "decoding"
-    return 0.75 if is_rollout else OPACITY[LOOK[segment.cell.state].kind]
+    return 0.75 if segment.state == "decoding" else OPACITY[STATES[segment.state]]
 
 
 def _key(painter: Painter) -> str:

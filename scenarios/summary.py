@@ -1,6 +1,6 @@
 """What is printed when a run is over: verdict, tables, timeline, diagnosis; and the three policies side by side.
 
-Figures come from the summary that `--json` writes. Only the timeline, and what idle holders cost, come from the board.
+Figures come from the summary that `--json` writes; only the timeline comes from the board.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from core.config import Scenario
-from core.units import ns, seconds
-from scenarios.board import Board, Segment
+from core.timeline import Segment
+from core.units import ns
+from scenarios.board import Board
 from scenarios.outcome import STUCK_OUTCOMES, Summary, as_table, unmet
 from scenarios.timeline import LEGEND, Painter, strip
 
@@ -39,12 +40,20 @@ class Run(NamedTuple):
 
     @property
     def timeline(self) -> list[list[Segment]]:
-        return self.board.timeline(ns(self.summary["makespan_s"]))
+        """A row a GPU; empty if there are too many."""
+        return self.board.history(ns(self.summary["makespan_s"]))
 
     @property
     def idle_held_s(self) -> float:
-        """GPU-seconds; see `scenarios.idle_holders`."""
-        return seconds(self.board.idle_holders.gpu_ns)
+        """GPU-seconds held by engines without demand that a peer with demand could have used (`core.idle_holders`)."""
+        held: float = self.summary["details"]["idle_held_gpu_s"]
+        return held
+
+    @property
+    def attracted(self) -> int:
+        """Engines woken for a pipeline without demand."""
+        woken: int = self.summary["details"]["attracted"]
+        return woken
 
 
 def print_run(console: Console, run: Run) -> None:
@@ -105,8 +114,8 @@ def print_timeline(console: Console, run: Run) -> None:
     drawn = ""
     for gpu, segments in enumerate(timeline):
         row = Text(f"{f'gpu {gpu}':<{label}}")
-        for cell in strip(segments, ns(makespan), width):
-            row.append(painter.sign(cell), painter.style(cell))
+        for state, pipeline in strip(segments, ns(makespan), width):
+            row.append(painter.sign(state, pipeline), painter.style(state, pipeline))
         drawn += row.plain[label:]
         row.append(f" {busy[gpu]:3.0f} % busy" if gpu in busy else "")
         console.print(row, soft_wrap=True)
@@ -147,10 +156,10 @@ def totals(run: Run) -> list[str]:
         f"{summary['makespan_s']:.1f} s in all, {count(summary['handovers'], 'hand-over')} between pipelines; "
         f"GPUs {busy:.0f} % busy, {switching:.0f} % switching, {idle:.0f} % idle"
     ]
-    if run.board.idle_holders.gpu_ns or run.board.idle_holders.wakes:
+    if run.idle_held_s or run.attracted:
         lines.append(
-            f"idle holders: {run.idle_held_s:.1f} GPU-seconds, and {count(run.board.idle_holders.wakes, 'engine')} "
-            "woken, for a pipeline with nothing to roll out while a peer had demand"
+            f"idle holders: {run.idle_held_s:.1f} GPU-seconds held with nothing to roll out while a peer wanted them; "
+            f"{count(run.attracted, 'engine')} woken with nothing to roll out"
         )
     return lines
 
@@ -160,8 +169,10 @@ def count(number: int, noun: str) -> str:
 
 
 def print_violations(console: Console, summary: Summary) -> None:
+    """One line each; the rest of a long detail is the diagnosis, or in `--json`."""
     for violation in summary["violations"][:VIOLATIONS_SHOWN]:
-        say(console, f"{violation['rule']} broken at {violation['at_s']:g} s: {violation['detail']}", "red")
+        first = (violation["detail"].splitlines() or [""])[0]
+        say(console, f"{violation['rule']} broken at {violation['at_s']:g} s: {first}", "red")
     more = len(summary["violations"]) - VIOLATIONS_SHOWN
     if more > 0:
         say(console, f"and {count(more, 'more violation')} (--json has them all)", "red")
@@ -199,7 +210,7 @@ MEASURES: tuple[Measure, ...] = (
     ("GPUs busy", lambda run: f"{shares(run.summary)[0]:.0f} %"),
     ("GPUs switching", lambda run: f"{shares(run.summary)[1]:.0f} %"),
     ("idle holders: GPU-seconds", lambda run: f"{run.idle_held_s:.1f}"),
-    ("idle holders: engines woken", lambda run: str(run.board.idle_holders.wakes)),
+    ("idle holders: engines woken", lambda run: str(run.attracted)),
     ("rules broken", lambda run: rules_broken(run.summary)),
 )
 
@@ -239,8 +250,9 @@ def floor_cost(runs: Sequence[Run]) -> list[str]:
     batch, floor = by_policy["batch"], by_policy["floor"]
     longer = floor.summary["makespan_s"] - batch.summary["makespan_s"]
     return [
-        f"The floor costs {floor.idle_held_s:.1f} GPU-seconds held for a pipeline with nothing to roll out while a "
-        f"peer had demand (batch: {batch.idle_held_s:.1f}),",
+        f"The floor costs {floor.idle_held_s:.1f} GPU-seconds held with nothing to roll out while a peer wanted them "
+        f"(batch: {batch.idle_held_s:.1f}),",
+        f"{floor.attracted} engines woken with nothing to roll out (batch: {batch.attracted}), "
         f"{resizes(floor.summary) - resizes(batch.summary):+d} resizes and {longer:+.1f} s "
         f"({percent(longer, batch.summary['makespan_s']):+.1f} %) until all is done.",
     ]

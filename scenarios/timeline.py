@@ -8,42 +8,46 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from core.config import Scenario
-from scenarios.board import Cell, Segment
+from core.timeline import Segment
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 COLOURS = ("dodger_blue1", "dark_orange", "green3", "magenta", "gold1", "cyan", "red1", "purple")
 
 
 class Look(NamedTuple):
-    kind: str
-    """busy, switching or idle: the three that the accounting knows."""
     sign: str
     """`A`, `a`: the pipeline's letter, capital or small."""
-    style: str
+    style: str = ""
 
+
+UP, DOWN, HELD, TRAINS = Look("+"), Look("-"), Look("="), Look("A", "bold")
 
 LOOK: dict[str, Look] = {
-    "free": Look("idle", ".", "dim"),
-    "awake": Look("idle", "=", ""),
-    "held": Look("idle", "=", ""),
-    "decoding": Look("busy", "a", ""),
-    "train": Look("busy", "A", "bold"),
-    "log_probs": Look("busy", "A", "bold"),
-    "values": Look("busy", "A", "bold"),
-    "publish": Look("busy", "A", "bold"),
-    "init": Look("switching", "+", ""),
-    "onload": Look("switching", "+", ""),
-    "wake": Look("switching", "+", ""),
-    "sync": Look("switching", "+", ""),
-    "offload": Look("switching", "-", ""),
-    "sleep": Look("switching", "-", ""),
-    "release": Look("switching", "-", ""),
-    "quarantine": Look("switching", "!", "reverse"),
-    "lost": Look("idle", "x", "dim"),
+    "free": Look(".", "dim"),
+    "awake": HELD,
+    "held": HELD,
+    "decoding": Look("a"),
+    "train": TRAINS,
+    "log_probs": TRAINS,
+    "values": TRAINS,
+    "publish": TRAINS,
+    "init": Look("*"),
+    "onload": UP,
+    "wake": UP,
+    "sync": UP,
+    "offload": DOWN,
+    "drain": DOWN,
+    "sleep": DOWN,
+    "kill": DOWN,
+    "release": DOWN,
+    "quarantine": Look("!", "reverse"),
+    "lost": Look("x", "dim"),
 }
+"""How each state of `core.timeline.STATES` looks."""
 
 LEGEND = (
-    ("+", "coming up (init, onload, wake, sync)"),
+    ("*", "initialising"),
+    ("+", "coming up (onload, wake, sync)"),
     ("-", "going down (offload, drain, sleep, memory not yet seen free)"),
     ("=", "held, nothing running"),
     (".", "free"),
@@ -65,15 +69,15 @@ class Painter:
         """A rich colour name; "" for nobody."""
         return COLOURS[self.number[pipeline] % len(COLOURS)] if pipeline in self.number else ""
 
-    def sign(self, cell: Cell) -> str:
-        sign = LOOK[cell.state].sign
+    def sign(self, state: str, pipeline: str) -> str:
+        sign = LOOK[state].sign
         if sign not in "aA":
             return sign
-        letter = self.letter(cell.pipeline)
+        letter = self.letter(pipeline)
         return letter.upper() if sign == "A" else letter
 
-    def style(self, cell: Cell) -> str:
-        return f"{LOOK[cell.state].style} {self.colour(cell.pipeline)}".strip()
+    def style(self, state: str, pipeline: str) -> str:
+        return f"{LOOK[state].style} {self.colour(pipeline)}".strip()
 
     def who(self) -> list[tuple[str, str]]:
         """(letters, meaning) for the legend."""
@@ -81,6 +85,10 @@ class Painter:
             (f"{self.letter(pipeline).upper()} {self.letter(pipeline)}", f"{pipeline} trains, rolls out")
             for pipeline in self.number
         ]
+
+
+Cell = tuple[str, str]
+"""(state, pipeline)"""
 
 
 def strip(segments: Sequence[Segment], end_ns: int, width: int) -> list[Cell]:
@@ -99,10 +107,10 @@ def _longest(segments: Sequence[Segment], index: int, start: int, end: int) -> C
     spent: dict[Cell, int] = {}
     while index < len(segments) and segments[index].start < end:
         segment = segments[index]
-        overlap = min(end, segment.end) - max(start, segment.start)
-        spent[segment.cell] = spent.get(segment.cell, 0) + overlap
+        cell = segment.state, segment.pipeline
+        spent[cell] = spent.get(cell, 0) + min(end, segment.end) - max(start, segment.start)
         index += 1
-    return max(spent, key=spent.__getitem__) if spent else Cell()
+    return max(spent, key=spent.__getitem__) if spent else ("free", "")
 
 
 def stretches(segments: Sequence[Segment], end_ns: int, most: int) -> Sequence[Segment]:
@@ -110,10 +118,10 @@ def stretches(segments: Sequence[Segment], end_ns: int, most: int) -> Sequence[S
     if len(segments) <= most:
         return segments
     joined: list[Segment] = []
-    for column, cell in enumerate(strip(segments, end_ns, most)):
+    for column, (state, pipeline) in enumerate(strip(segments, end_ns, most)):
         end = end_ns * (column + 1) // most
-        if joined and joined[-1].cell == cell:
-            joined[-1] = Segment(joined[-1].start, end, cell)
+        if joined and (joined[-1].state, joined[-1].pipeline) == (state, pipeline):
+            joined[-1] = joined[-1]._replace(end=end)
         else:
-            joined.append(Segment(end_ns * column // most, end, cell))
+            joined.append(Segment(segments[0].gpu, end_ns * column // most, end, state, pipeline))
     return joined

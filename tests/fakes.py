@@ -208,15 +208,15 @@ class FakePort:
         assert self.spec is not None
         for rank in range(self.engines):
             if latest - self.backend.versions.get((self.pipeline, rank), -100) > self.spec.staleness:
-                self.open(rank, latest)
+                self.open_engine(rank, latest)
 
-    def open(self, rank: int, version: int, epoch: int = 0) -> None:
+    def open_engine(self, rank: int, version: int, epoch: int = 0) -> None:
         """Sync an engine: close its gate, abort what it runs, open the gate at `version`."""
-        self.close(rank)
+        self.close_engine(rank)
         self.backend.versions[self.pipeline, rank] = version
         self.gates.open_gate(rank, version, epoch)
 
-    def close(self, rank: int) -> None:
+    def close_engine(self, rank: int) -> None:
         self.gates.close_gate(rank)
         self.backend.versions.pop((self.pipeline, rank), None)
         self.backend.end_all("aborted", rank, self.pipeline)
@@ -226,6 +226,9 @@ class FakePort:
         await asyncio.get_running_loop().sleep_ns(self.leaving_takes)
         self.held.clear()
         self.said.append(("left",))
+
+    def close(self) -> None:
+        self.said.append(("closed",))
 
     def tell(self, event: events.AnyEvent) -> None:
         self.told.append(event)

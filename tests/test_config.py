@@ -201,6 +201,7 @@ def test_the_reference_names_every_key_and_every_kind_of_fault() -> None:
         ({"constant": 12}, 12, 12),
         ({"uniform": [0, 100]}, 50, 99),
         ({"lognormal": {"median": 10, "sigma": 0}}, 10, 10),
+        ({"constant": 2_000_000}, 2_000_000, 2_000_000),
         ({"lognormal": {"median": 10, "sigma": 0.5}}, 10, 10 * math.exp(2.326348 * 0.5)),
         ({"mixture": [{"weight": 98, "constant": 1}, {"weight": 2, "constant": 50}]}, 1, 50),
     ],
@@ -279,6 +280,8 @@ def test_a_bad_csv_names_its_file_and_line(tmp_path: Path, content: str, said: s
         ("steps: 3", "steps: 3\n    start_at: 1:30", "x.yaml:7: '1:30' is no plain decimal number"),
         ("steps: 3", "steps: 3\n    start_at: -1",
          "x.yaml: pipelines[0].start_at: must be a number of seconds, and -1 is negative"),
+        ("steps: 3", "steps: 3\n    start_at: true",
+         "x.yaml: pipelines[0].start_at: must be a number of seconds, not true"),
         ("steps: 3", "steps: 3\n    start_at: .nan",
          "x.yaml: pipelines[0].start_at: must be a number of seconds, not nan"),
         ("steps: 3", "steps: 3\n    start_at: .inf",
@@ -333,6 +336,8 @@ def test_a_mistake_is_one_line_with_its_place_and_a_remedy(old: str, new: str, s
         ("a: 1\n---\nb: 2\n", "x.yaml:2: expected a single document in the stream, but found another document"),
         ("\n\nname: \x07", "x.yaml:3: the character U+0007 is not allowed"),
         ("name: 2020-99-99", "x.yaml:1: the value cannot be read; put text in quotes"),
+        ("name: !!bool maybe", "x.yaml:1: the value cannot be read; put text in quotes"),
+        ("name: !!int ''", "x.yaml:1: the value cannot be read; put text in quotes"),
         ("1: 2",
          "x.yaml: the key 1 must be text; known: name, cluster, pipelines, faults, expect, driver, seed, demand"),
         ("[" * 600, "x.yaml: nested too deeply"),
@@ -387,7 +392,8 @@ def test_pipelines_that_wait_for_each_other_to_start_are_refused() -> None:
          "faults[0].node: kill_engine takes no node; beside at and kind it takes pipeline, dp_rank"),
         ({"kind": "remove_node", "node": 1},
          "faults[0].node: node 1 does not exist; the cluster has 1, counted from 0"),
-        ({"kind": "restart_control_plane", "count": 2}, "beside at and kind it takes nothing more"),
+        ({"kind": "kill_client", "pipeline": "p1", "count": 2}, "beside at and kind it takes pipeline"),
+        ({"kind": "restart_control_plane", "count": 2}, "beside at and kind it takes duration"),
         ({"kind": "slow_engine", "pipeline": "p1", "dp_rank": 0, "factor": 0.5}, "would not slow anything down"),
         ({"kind": "leak_residue", "pipeline": "p1"}, "faults[0].gib: missing; leak_residue needs pipeline, gib"),
     ],
@@ -420,8 +426,8 @@ def parses_or_says_why(text: str) -> Scenario | None:
 PIECES = [
     *"{}[]:,-?&*!|>%@`'\"#\n ", "  ", "- ", ": ", "<<: ", "&a ", "*a", "!!int ", "!!float ", "!!bool ", "!!set ",
     "!!binary ", "!!timestamp ", "!x ", "---\n", "...", "%YAML 1.1\n", "0", "1", "0x_", "1:2", "0b", "1e999",
-    "9" * 5000, ".inf", ".nan", "~", "yes", "2020-13-41", "=", "name", "cluster", "pipelines", "id", "costs", "trajectory", "csv",
-    "gpus", "faults", "kind", "\x00", "\ud800", "\ufeff", "\t", "é",
+    "9" * 5000, ".inf", ".nan", "~", "yes", "2020-13-41", "=", "name", "cluster", "pipelines", "id", "costs",
+    "trajectory", "csv", "gpus", "faults", "kind", "\x00", "\ud800", "\ufeff", "\t", "é",
 ]  # fmt: skip
 
 

@@ -5,12 +5,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.sim.loop import run_sim
+from backends.sim.policies import Holds
 from core import events
+from core.backend import Generation
 from core.errors import OperationFailed, PipelineFailed
 from core.gateway import FAILURES_IN_A_ROW, REST_NS, Gateway
 from core.model import BatchKind, Partial
@@ -29,11 +32,11 @@ class Desk:
         self.port.gates = self.gateway
 
     async def open(self, rank: int, version: int = 0, epoch: int = 0) -> None:
-        self.port.open(rank, version, epoch)
+        self.port.open_engine(rank, version, epoch)
         await self.settle()
 
     async def close(self, rank: int) -> None:
-        self.port.close(rank)
+        self.port.close_engine(rank)
         await self.settle()
 
     async def end(self, rank: int, status: str, count: int = 1) -> None:
@@ -55,7 +58,7 @@ class Desk:
         return [(event.trajectory, event.reason) for event in self.port.seen(events.TrajectoryDropped)]
 
 
-def desk(script: Callable[[Desk], Awaitable[None]], **options: Any) -> Desk:
+def desk(script: Callable[[Desk], Awaitable[None]], policy: Any = None, **options: Any) -> Desk:
     """Run `script` at a desk whose version 0 is published."""
     made: list[Desk] = []
 
@@ -64,8 +67,9 @@ def desk(script: Callable[[Desk], Awaitable[None]], **options: Any) -> Desk:
         made[0].gateway.published(0)
         async with made[0].gateway:
             await script(made[0])
+        assert asyncio.get_running_loop().env.peek() == float("inf"), "a timer outlives its gateway"
 
-    run_sim(main)
+    run_sim(main, policy=policy)
     return made[0]
 
 
@@ -167,10 +171,11 @@ def test_nothing_is_dispatched_while_held_back():
 
 def test_each_open_batch_accepts_only_versions_that_cannot_be_stale_when_it_is_taken():
     async def script(d: Desk) -> None:
-        for batch in range(3):
-            d.gateway.open_batch(batch, 1)
+        first, *_ = [d.gateway.open_batch(batch, 1) for batch in range(3)]
         await d.open(0, version=0)
         assert [a.batch for a in d.backend.attempts] == [0, 1]
+        await d.end(0, "completed")
+        await d.gateway.take(first, 0)
         d.gateway.published(1)
         await d.settle()
         assert [a.batch for a in d.backend.attempts] == [0, 1]
@@ -219,9 +224,9 @@ def test_stale_samples_are_dropped_when_taken_and_asked_for_again_under_new_indi
         await d.end(0, "completed", 2)
         d.gateway.published(1)
         d.backend.takes = NS_PER_S
-        d.port.open(1, 1)
+        d.port.open_engine(1, 1)
         samples = await d.gateway.take(batch, 1)
-        assert [(s.trajectory, s.version) for s in samples] == [(2, 1), (3, 1)]
+        assert sorted((s.trajectory, s.version) for s in samples) == [(2, 1), (3, 1)]
 
     done = desk(script)
     assert done.drops() == [(0, "stale"), (1, "stale")]
@@ -408,6 +413,21 @@ def test_an_engine_that_fails_at_once_cannot_burn_every_attempt_before_anyone_he
     assert desk(script).drops() == []
 
 
+def test_an_engine_that_refuses_behind_an_open_gate_is_not_asked_again_in_the_same_instant():
+    async def script(d: Desk) -> None:
+        async def refuse(attempt: Any) -> Any:
+            d.backend.attempts.append(attempt)
+            return Generation(status="aborted", reason="my gate is closed")
+
+        d.backend.generate = refuse
+        d.gateway.open_batch(0, 1)
+        await d.open(0)
+        await d.settle(2 * REST_NS)
+        assert len(d.backend.attempts) == 3
+
+    desk(script)
+
+
 def test_a_fresh_gate_ends_the_rest_of_an_engine():
     async def script(d: Desk) -> None:
         d.gateway.open_batch(0, 8)
@@ -423,24 +443,76 @@ def test_a_fresh_gate_ends_the_rest_of_an_engine():
 # --- limits ---------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_past_its_limit_is_given_to_another_engine_and_its_late_result_ignored():
+def test_an_attempt_past_its_limit_is_aborted_and_given_to_another_engine():
     async def script(d: Desk) -> None:
         await d.open(0)
         await d.open(1)
         batch = d.gateway.open_batch(0, 2)
         await d.settle()
-        late = d.backend.on(1)[0]
         await d.end(0, "completed")
         await d.settle(10 * NS_PER_S)
-        assert d.loads() == [1, 1]
-        late.end("completed")
-        await d.settle()
-        assert len(d.delivered()) == 1
+        assert d.loads() == [1, 0]
         await d.end(0, "completed")
         assert [(s.trajectory, s.attempt) for s in batch.samples] == [(0, 0), (1, 1)]
 
-    done = desk(script, reissue_after=10 * NS_PER_S)
-    assert done.delivered() == [(0, 0), (0, 1)]
+    desk(script, reissue_after=10 * NS_PER_S)
+
+
+def test_a_result_that_comes_after_its_attempt_was_given_up_is_counted_once():
+    async def script(d: Desk) -> None:
+        async def stubborn(attempt: Any) -> Any:
+            with anyio.CancelScope(shield=True):
+                return await FakeBackend.generate(d.backend, attempt)
+
+        d.backend.generate = stubborn
+        await d.open(0)
+        await d.open(1)
+        batch = d.gateway.open_batch(0, 1)
+        await d.settle(10 * NS_PER_S)
+        assert d.loads() == [1, 1]
+        await d.end(0, "completed")
+        assert d.delivered() == []
+        await d.end(1, "completed")
+        assert [(s.trajectory, s.attempt) for s in batch.samples] == [(0, 1)]
+        assert len(d.delivered()) == 1
+
+    desk(script, reissue_after=10 * NS_PER_S)
+
+
+def test_a_result_in_the_instant_of_its_limit_costs_no_later_attempt():
+    async def script(d: Desk) -> None:
+        first = d.gateway.open_batch(0, 1)
+        await d.open(0)
+        await d.settle(5 * NS_PER_S)
+        d.backend.takes = 10 * NS_PER_S  # due in the instant of its limit, and before it: that timer is armed later
+        second = d.gateway.open_batch(1, 1)
+        await d.settle(NS_PER_S)
+        d.backend.takes = NS_PER_S
+        await d.gateway.filled(first)
+        await d.settle(4 * NS_PER_S)
+        third = d.gateway.open_batch(2, 3)
+        for batch in (second, third):
+            await d.gateway.filled(batch)
+
+    for held_step in range(40):
+        done = desk(script, policy=Holds({held_step: 1}), reissue_after=10 * NS_PER_S, staleness=2)
+        assert sorted(done.delivered()) == [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2)]
+
+
+def test_a_suspected_engine_gets_nothing_new_until_it_had_a_rest_or_a_fresh_gate():
+    async def script(d: Desk) -> None:
+        d.gateway.open_batch(0, 2)
+        await d.open(0)
+        await d.settle(10 * NS_PER_S)
+        assert d.loads() == [0, 0]
+        await d.settle(REST_NS)
+        assert d.loads() == [2, 0]
+        await d.settle(10 * NS_PER_S)
+        assert d.loads() == [0, 0]
+        await d.open(0, epoch=1)
+        assert d.loads() == [2, 0]
+
+    desk(script, reissue_after=10 * NS_PER_S, max_attempts=9)
 
 
 def test_a_silent_engine_is_suspected_once_a_ring_and_not_for_one_straggler():
@@ -553,7 +625,7 @@ class Story(Desk):
         self.latest += 1
         for rank in range(3):
             if self.backend.versions.get(("p1", rank), self.latest) < self.latest - self.job.spec.staleness:
-                self.port.close(rank)
+                self.port.close_engine(rank)
         self.gateway.published(self.latest)
 
     async def finish(self) -> None:
@@ -566,7 +638,7 @@ class Story(Desk):
             if len(self.taken) == self.latest:
                 await self._take(batch)
             self.publish()
-        self.port.open(0, self.latest, self.epoch + 1)
+        self.port.open_engine(0, self.latest, self.epoch + 1)
         await self.evaluation.filled()
 
     async def _take(self, batch: Any) -> None:
@@ -596,13 +668,13 @@ def _check_story(d: Story) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(OPERATIONS, st.integers(0, 1), st.sampled_from(list(Partial)))
-def test_whatever_engines_do_every_trajectory_ends_once_and_none_goes_where_it_may_not(operations, staleness, partial):
+@given(OPERATIONS, st.integers(0, 1), st.sampled_from(list(Partial)), st.dictionaries(st.integers(0, 99), st.just(1)))
+def test_whatever_engines_do_every_trajectory_ends_once_and_none_goes_where_it_may_not(
+    operations, staleness, partial, holds
+):
     # The fake backend itself refuses an attempt on an engine whose gate is closed.
     async def main() -> None:
-        d = Story(
-            slots=2, staleness=staleness, partial=partial, max_attempts=3, reissue_after=20 * NS_PER_S
-        )
+        d = Story(slots=2, staleness=staleness, partial=partial, max_attempts=3, reissue_after=20 * NS_PER_S)
         d.gateway.published(0)
         async with d.gateway:
             d.gateway.dispatch()
@@ -613,4 +685,4 @@ def test_whatever_engines_do_every_trajectory_ends_once_and_none_goes_where_it_m
         _check_story(d)
         assert d.evaluation.demand == 0
 
-    run_sim(main)
+    run_sim(main, policy=Holds(holds))

@@ -369,7 +369,7 @@ def test_no_file_mentions_a_path_of_somebody_s_machine() -> None:
 
 def readme_tree() -> list[str]:
     """The paths in the README's tree: a block of lines `path    what it is`, folders ending in a slash."""
-    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     trees = [block for block in blocks if block.startswith("core/")]
     assert len(trees) == 1, "the README has one tree, and it starts with core/"
     paths, folders = [], []

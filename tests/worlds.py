@@ -32,7 +32,9 @@ def constant(seconds: float) -> Durations:
     return Durations(parts=((1.0, "constant", int(seconds * SECOND), 0),))
 
 
-def make_job(name: str = "p1", train: tuple[int, ...] = (0,), infer: tuple[int, ...] = (0, 1), tp: int = 1, **given: Any) -> Job:
+def make_job(
+    name: str = "p1", train: tuple[int, ...] = (0,), infer: tuple[int, ...] = (0, 1), tp: int = 1, **given: Any
+) -> Job:
     """A pipeline; keywords override costs, memory or the groups."""
     memory = {key: given.pop(key) for key in MemoryNeeds.__struct_fields__ if key in given}
     groups = [
@@ -50,7 +52,9 @@ def make_job(name: str = "p1", train: tuple[int, ...] = (0,), infer: tuple[int, 
     return Job(spec=spec, steps=1, target=4, costs=Costs(**(COSTS | given)))
 
 
-def make_scenario(*jobs: Job, faults: tuple[Fault, ...] = (), seed: int = 0, nodes: int = 1, **cluster: Any) -> Scenario:
+def make_scenario(
+    *jobs: Job, faults: tuple[Fault, ...] = (), seed: int = 0, nodes: int = 1, **cluster: Any
+) -> Scenario:
     sizes = {"gpus_per_node": 2, "gpu_memory": gib(141), "host_memory": gib(256), "memory_margin": gib(1)}
     return Scenario(
         name="test",
@@ -75,7 +79,9 @@ class Hands:
         self.number += 1
         return self.number
 
-    async def do(self, kind: type[actions.Action], rank: int = 0, epoch: int | None = None, **fields: Any) -> str | None:
+    async def do(
+        self, kind: type[actions.Action], rank: int = 0, epoch: int | None = None, **fields: Any
+    ) -> str | None:
         """Perform one engine action: None if it is done, else why not."""
         action = kind(
             action=self._next(), pipeline=self.pipeline, dp_rank=rank,
@@ -88,7 +94,9 @@ class Hands:
     async def wake(self, rank: int = 0, *, cold: bool = False, epoch: int | None = None) -> str | None:
         return await self.do(actions.WakeEngine, rank, epoch, gpus=self.spec.infer.bundle(rank), cold=cold)
 
-    async def sync(self, rank: int = 0, version: int = 0, how: Emptying = Emptying.ABORT, drain: float = 0) -> str | None:
+    async def sync(
+        self, rank: int = 0, version: int = 0, how: Emptying = Emptying.ABORT, drain: float = 0
+    ) -> str | None:
         return await self.do(actions.SyncEngine, rank, version=version, emptying=how, drain=int(drain * SECOND))
 
     async def open(self, rank: int = 0, version: int = 0, epoch: int | None = None) -> str | None:
@@ -116,7 +124,9 @@ class Hands:
         assert await self.sync(rank, version) is None
         assert await self.open(rank, version) is None
 
-    async def phase(self, phase: Any, role: Role = Role.ACTOR_TRAIN, version: int = -1, epoch: int | None = None) -> None:
+    async def phase(
+        self, phase: Any, role: Role = Role.ACTOR_TRAIN, version: int = -1, epoch: int | None = None
+    ) -> None:
         await self.backend.phase(self.pipeline, role, phase, self.epoch if epoch is None else epoch, version)
 
     async def initialise(self) -> None:
@@ -132,13 +142,18 @@ class Hands:
         await self.phase("offload")
 
     async def generate(
-        self, trajectory: int = 0, rank: int = 0, batch: int = 0, attempt: int = 0, prefix: tuple[tuple[int, int], ...] = ()
+        self,
+        trajectory: int = 0,
+        rank: int = 0,
+        batch: int = 0,
+        attempt: int = 0,
+        prefix: tuple[tuple[int, int], ...] = (),
     ) -> Generation:
         return await self.backend.generate(
             Attempt(
                 pipeline=self.pipeline, batch=batch, trajectory=trajectory, attempt=attempt, dp_rank=rank, prefix=prefix
             )
-        )  # fmt: skip
+        )
 
     def start(self, *args: Any, **fields: Any) -> "asyncio.Task[Generation]":
         """The same, in a task of its own."""

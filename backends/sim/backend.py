@@ -13,14 +13,16 @@ What the scenario does not say is in `world.Options`: `SimBackend(scenario, rele
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import simpy
 
 from backends.sim import faults
 from backends.sim.crew import Crew
 from backends.sim.faults import Faults
+from backends.sim.loop import run_sim
+from backends.sim.policies import Policy
 from backends.sim.wire import Wire
 from backends.sim.world import Options, World
 from core import actions, events
@@ -29,8 +31,9 @@ from core.config import Scenario
 from core.errors import OperationFailed, SimulationError
 from core.model import Role
 
-
 OVER = "the run is over"
+
+T = TypeVar("T")
 
 
 class SimBackend:
@@ -48,6 +51,11 @@ class SimBackend:
         """The loop's; there from `open` on."""
 
     # --- life ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def run(main: Callable[[], Awaitable[T]], *, policy: Policy | None = None) -> T:
+        """Run `main()` on the event loop this backend needs, a fresh one. `policy` chooses the schedule; None: FIFO."""
+        return run_sim(main, policy=policy)
 
     async def open(self, emit: Emit) -> None:
         """Build the world at this instant and put its faults on the calendar."""
@@ -69,7 +77,7 @@ class SimBackend:
             return
         self._emit = None
         self._faults.cancel()
-        self._wire.silence()
+        self._wire.deaf = True
         for crew in self._crews.values():
             crew.stop(OVER)
         self._world.memory.clear(OVER)
@@ -97,9 +105,14 @@ class SimBackend:
         `ClientLost` follows after the heartbeat limit."""
         self._faults.on_kill_client[pipeline] = cancel
 
-    def on_restart(self, callback: Callable[[], None]) -> None:
-        """Let `restart_control_plane` call back when its outage, in which messages are lost, is over."""
-        self._faults.on_restart.append(callback)
+    def on_restart(self, go_down: Callable[[], None], come_back: Callable[[], None]) -> None:
+        """Let `restart_control_plane` call `go_down` when its outage begins and `come_back` when it is over. In between
+        all messages are lost."""
+        self._faults.on_restart = (go_down, come_back)
+
+    def on_quiescent(self, callback: Callable[[], None]) -> None:
+        """Let the loop call back when nothing but daemon entries can happen any more. To be called after `open`."""
+        self._loop.on_quiescent = callback
 
     # --- engines -------------------------------------------------------------------------------------------
 

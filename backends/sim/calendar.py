@@ -32,7 +32,7 @@ class SimEnv(simpy.Environment):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self._eid = count(0, 2)  # type: ignore[assignment]
+        self._eid = count(0, 2)
         self._dead = 0  # tombstones in the heap
         self._idle = 0  # tombstones and pending daemons: all that nobody waits for
 
@@ -45,20 +45,17 @@ class SimEnv(simpy.Environment):
         """Whether an entry rings at this very instant."""
         return self.peek() == self._now
 
-    def schedule(self, event: Any, priority: int = NORMAL, delay: int = 0, *, daemon: bool = False) -> None:  # type: ignore[override]
-        """Put ``event`` on the calendar ``delay`` nanoseconds from now."""
+    def schedule(self, event: Any, priority: int = NORMAL, delay: int = 0) -> None:
+        """Put ``event`` on the calendar ``delay`` nanoseconds from now; SimPy calls this for every event."""
         if delay.__class__ is not int:
             raise TypeError(f"the calendar counts whole nanoseconds, not {delay!r}; convert with core.units.ns()")
-        if daemon:
-            self._mark_daemon(event)
-            heappush(self._queue, (self._now + delay, priority, next(self._eid) | 1, event))  # type: ignore[arg-type]
-        else:
-            heappush(self._queue, (self._now + delay, priority, next(self._eid), event))  # type: ignore[arg-type]
+        heappush(self._queue, (self._now + delay, priority, next(self._eid), event))
 
     def push(self, entry: Any, when_ns: int, daemon: bool = False) -> None:
         """Put ``entry`` on the calendar at the absolute ``when_ns`` (not before now)."""
         if daemon:
-            self._mark_daemon(entry)
+            entry.daemon = True
+            self._idle += 1
             heappush(self._queue, (when_ns, NORMAL, next(self._eid) | 1, entry))
         else:
             heappush(self._queue, (when_ns, NORMAL, next(self._eid), entry))
@@ -70,7 +67,7 @@ class SimEnv(simpy.Environment):
         event = simpy.Event(self)
         event._ok = True
         event._value = value
-        self.schedule(event, NORMAL, delay, daemon=True)
+        self.push(event, self._now + delay, daemon=True)
         return event
 
     def cancel(self, entry: Any) -> None:
@@ -110,7 +107,7 @@ class SimEnv(simpy.Environment):
         if eid & 1:
             self._idle -= 1
         self._now = when
-        event.callbacks = None  # type: ignore[assignment]
+        event.callbacks = None
         try:
             for callback in callbacks:
                 callback(event)
@@ -122,10 +119,6 @@ class SimEnv(simpy.Environment):
         if not event._ok and not hasattr(event, "_defused"):
             # SimPy raises a copy made from ``args``; the original keeps its traceback and any constructor.
             raise event._value
-
-    def _mark_daemon(self, entry: Any) -> None:
-        entry.daemon = True
-        self._idle += 1
 
     def _bury(self) -> None:
         self._dead -= 1

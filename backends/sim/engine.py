@@ -180,7 +180,7 @@ class Engine(Worker):
         elapsed: int = self.env._now - request.since  # type: ignore[assignment]
         if self.slowness != 1.0:
             elapsed = int(elapsed / self.slowness)
-        elapsed = min(elapsed, request.left)
+        elapsed = min(elapsed, request.left)  # a fraction may have been rounded up
         request.left -= elapsed
         request.done += elapsed
 

@@ -62,8 +62,9 @@ class Faults:
         self._crews = crews
         self._wire = wire
         self._alarms: list[Callable[[], None]] = []
+        self._outages = 0  # under way; they may overlap
         self.on_kill_client: dict[str, Callable[[], None]] = {}
-        self.on_restart: list[Callable[[], None]] = []
+        self.on_restart: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def schedule(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
@@ -138,13 +139,19 @@ class Faults:
 
     def _restart_control_plane(self, fault: Fault) -> None:
         """The service is away for `duration`, and then back without what it had in mind."""
-        self._wire.silence()
+        if self._outages == 0:
+            self._wire.deaf = True
+            if self.on_restart is not None:
+                self.on_restart[0]()
+        self._outages += 1
         self._after(fault.duration, self._control_plane_is_back)
 
     def _control_plane_is_back(self) -> None:
-        self._wire.restore()
-        for callback in self.on_restart:
-            callback()
+        self._outages -= 1
+        if self._outages == 0:
+            self._wire.deaf = False
+            if self.on_restart is not None:
+                self.on_restart[1]()
 
 
 STRIKES: dict[str, Callable[[Faults, Fault], None]] = {

@@ -119,16 +119,16 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def now_ns(self) -> int:
         """Nanoseconds of virtual time since the run began."""
-        return self.env._now  # type: ignore[return-value]
+        return self.env._now
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
         if self._debug or self._closed:
             return super().call_soon(callback, *args, context=context)
         handle = asyncio.Handle(callback, args, self, context)  # what the base does, three calls cheaper
         self._ready.append(handle)
         return handle
 
-    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Timer:  # type: ignore[override]
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Timer:
         self._check_closed()
         if self._debug:
             self._check_thread()
@@ -143,7 +143,7 @@ class SimLoop(asyncio.BaseEventLoop):
         env.push(timer, when_ns if when_ns > env._now else env._now, _in_daemon_context())
         return timer
 
-    def _timer_handle_cancelled(self, handle: Timer) -> None:  # type: ignore[override]
+    def _timer_handle_cancelled(self, handle: Timer) -> None:
         if handle.callbacks is not None:  # asyncio.sleep() cancels its timer even after it rang
             self.env.cancel(handle)
 
@@ -178,7 +178,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     # -- work
 
-    def create_task(self, coro: Any, *, name: object = None, context: Any = None, **options: Any) -> SimTask:  # type: ignore[override]
+    def create_task(self, coro: Any, *, name: object = None, context: Any = None, **options: Any) -> SimTask:
         if options.get("eager_start"):
             raise FencedCall("eager tasks run outside the loop's order; create the task without eager_start")
         self._check_closed()
@@ -274,7 +274,7 @@ class SimLoop(asyncio.BaseEventLoop):
         First steps, continuations and the wake-up of the task that ran keep their places: others rely on those.
         """
         ready = self._ready
-        runner = getattr(ran._callback, "__self__", None) if ran is not None else None  # type: ignore[attr-defined]
+        runner = getattr(ran._callback, "__self__", None) if ran is not None else None
         run: list[asyncio.Handle] = []
         end = len(ready)  # by index: a signal handler may append while we look
         for i in range(first, end + 1):
@@ -303,7 +303,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def who_waits(self) -> str:
         """The unfinished tasks, oldest first, with the innermost places they wait at."""
-        tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.birth)  # type: ignore[attr-defined]
+        tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.birth)
         lines = [f"  {task.get_name()} waits in {_places(task)}" for task in tasks[:TASKS_NAMED]]
         if len(tasks) > TASKS_NAMED:
             lines.append(f"  and {len(tasks) - TASKS_NAMED} more")
@@ -343,7 +343,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
     # -- the outside world
 
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
         if threading.get_ident() == self._home:  # signal handlers and finalizers of async generators
             return self.call_soon(callback, *args, context=context)
         message = "call_soon_threadsafe() came from another thread; threads have no place in virtual time"
@@ -392,23 +392,22 @@ def ns_not_before(when: float) -> int:
 
 def _settle(future: asyncio.Future, event: simpy.Event) -> None:
     """Carry the outcome of a SimPy event over to the future of whoever waits for it."""
-    if not event._ok:
-        event.defused = True  # the waiter answers for it, even one that was cancelled meanwhile
-    if future.done():
-        return
     if event._ok:
-        future.set_result(event._value)
-    else:
+        if not future.done():
+            future.set_result(event._value)
+        return
+    event.defused = True  # the waiter answers for it, even one that was cancelled meanwhile
+    if not future.done():
         future.set_exception(event._value)
 
 
 def _wakes_another(handle: asyncio.Handle, runner: object) -> bool:
-    callback = handle._callback  # type: ignore[attr-defined]
+    callback = handle._callback
     return getattr(callback, "__name__", "") == "task_wakeup" and callback.__self__ is not runner
 
 
 def _birth(handle: asyncio.Handle) -> int:
-    return handle._callback.__self__.birth  # type: ignore[attr-defined]
+    return handle._callback.__self__.birth
 
 
 def _places(task: asyncio.Task) -> str:

@@ -92,7 +92,7 @@ def is_step(handle: asyncio.Handle) -> bool:
     In C a wake-up is a builtin method called ``task_wakeup`` and the other steps are objects without any name; all of
     them are bound to their task.
     """
-    callback = handle._callback  # type: ignore[attr-defined]
+    callback = handle._callback
     return (
         isinstance(getattr(callback, "__self__", None), asyncio.Task)
         and getattr(callback, "__name__", "task_wakeup") == "task_wakeup"
@@ -101,7 +101,7 @@ def is_step(handle: asyncio.Handle) -> bool:
 
 def label(handle: asyncio.Handle) -> str:
     """What a handle is called in records: its task's name, else its function's."""
-    callback: Any = handle._callback  # type: ignore[attr-defined]
+    callback: Any = handle._callback
     owner = getattr(callback, "__self__", None)
     if isinstance(owner, asyncio.Task):
         return owner.get_name()
@@ -166,8 +166,8 @@ class Chooser:
             return 0
         if other is not None:
             labels = (*labels, other)
-        births = tuple(step._callback.__self__.birth for step in steps)  # type: ignore[attr-defined]
-        choice = Choice(len(self._decisions), self._env._now, births, labels, most)  # type: ignore[arg-type]
+        births = tuple(step._callback.__self__.birth for step in steps)
+        choice = Choice(len(self._decisions), self._env._now, births, labels, most)
         holds = min(max(self._policy.holds(choice), 0), most)
         self._decisions.append(Decision(choice.index, choice.at_ns, labels, holds))
         return holds

@@ -19,11 +19,12 @@ class Wire:
     def __init__(self, world: World) -> None:
         self._world = world
         self._cut: dict[str, None] = {}
-        self._silences = 0
+        self.deaf = False
+        """The service is away."""
 
     def carry(self, message: Message, deliver: Deliver) -> None:
         armed, pipeline = self._world.armed, message.pipeline
-        if self._silences or pipeline in self._cut or armed.take("lose_message", pipeline):
+        if self.deaf or pipeline in self._cut or armed.take("lose_message", pipeline):
             return
         late = armed.take("delay_message", pipeline)
         if late:
@@ -38,16 +39,9 @@ class Wire:
         """The client is dead. What it sent before may still arrive."""
         self._cut[pipeline] = None
 
-    def silence(self) -> None:
-        """The service is away, once more."""
-        self._silences += 1
-
-    def restore(self) -> None:
-        self._silences -= 1
-
     def _later(self, delay: int, message: Message, deliver: Deliver) -> None:
         def arrive() -> None:
-            if not self._silences:
+            if not self.deaf:
                 deliver(message)
 
         self._world.call_at_ns(self._world.now_ns() + delay, arrive)

@@ -1,0 +1,160 @@
+"""One run from the declared world to the verdict: backend, service, pipelines and oracles put together.
+
+The order matters at the end: the verdict is written, the log and the oracles freeze, everybody is cancelled, and
+cleanup goes on unlogged until nothing is left.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import anyio
+
+from core.accounting import Accounting
+from core.backend import Backend, load_backend
+from core.config import DriverPolicy, Scenario
+from core.driver import Driver
+from core.errors import TurnstileError
+from core.monitor import Monitor
+from core.service import Listener, Service
+from core.topology import check_world
+from core.trace import Verdict, Violation
+from core.waits import explain
+
+
+class Result:
+    """How a run ended."""
+
+    def __init__(self, scenario: Scenario, backend: str) -> None:
+        self.scenario = scenario
+        self.backend = backend
+        self.outcome = "interrupted"
+        """completed, failed, deadlock, starved or interrupted."""
+        self.diagnosis: str | None = None
+        self.errors: dict[str, Exception | None] = {}
+        """How each pipeline ended; None: all its steps are done."""
+        self.violations: list[Violation] = []
+        self.summary: dict[str, Any] = {}
+        """The fields of `--json`."""
+
+
+def execute(scenario: Scenario, backend: str, listeners: Iterable[Listener] = (), **options: Any) -> Result:
+    """Run a scenario to its end on the backend of that name.
+
+    Raises ConfigError if the world is refused before time 0, InvariantBroken if Turnstile's own books break, and
+    KeyboardInterrupt, after cleaning up, if the user stopped it (the result so far is in its `args`).
+    """
+    check_world(scenario)
+    kind = load_backend(backend)
+    run = _Run(scenario, kind(scenario, **options), backend, listeners)
+    try:
+        kind.run(run.main)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(run.finish()) from None
+    return run.finish()
+
+
+class _Run:
+    def __init__(self, scenario: Scenario, backend: Backend, name: str, listeners: Iterable[Listener]) -> None:
+        self._scenario = scenario
+        self._backend = backend
+        self._monitor = Monitor(scenario.cluster, scenario.demand, scenario.driver)
+        self._accounting = Accounting(scenario)
+        self._listeners = [self._monitor, self._accounting, *listeners, self._watch]
+        self._result = Result(scenario, name)
+        self._scope: anyio.CancelScope
+        self._service: Service
+        self._driver: Driver
+        self._stopped = False
+        self._end_ns = 0
+
+    async def main(self) -> None:
+        """The whole run. Returns when nothing is left; `finish` has the result."""
+        backend = self._backend
+        self._scope = anyio.CancelScope()
+        self._service = Service(
+            backend, self._scenario.cluster, self._scenario.demand, self._listeners, journal=self._needs_journal()
+        )
+        await backend.open(self._service.tell)
+        try:
+            backend.on_quiescent(self._quiescent)
+            backend.on_restart(self._service.go_down, self._service.come_back)
+            async with self._service:
+                await self._drive()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await backend.close()
+
+    async def _drive(self) -> None:
+        self._driver = Driver(self._scenario, self._service, self._backend)
+        for job in self._scenario.jobs:
+            self._backend.on_kill_client(job.spec.id, self._vanisher(job.spec.id))
+        error: TurnstileError | None = None
+        with self._scope:
+            try:
+                self._result.errors = await self._driver.run()
+            except TurnstileError as first:
+                if self._scenario.driver is not DriverPolicy.FAIL_FAST:
+                    raise
+                error = first
+            self._end(error)
+
+    def _vanisher(self, pipeline: str) -> Callable[[], None]:
+        return lambda: self._driver.vanish(pipeline)
+
+    def _needs_journal(self) -> bool:
+        return any(fault.kind == "restart_control_plane" for fault in self._scenario.faults)
+
+    # --- verdicts --------------------------------------------------------------------------------------
+
+    def _watch(self, i: int, t_ns: int, cause: int, item: Any) -> None:
+        """The last listener: stops the run at the monitor's verdict."""
+        verdict = self._monitor.verdict
+        if verdict is not None and not self._stopped:
+            self._stop(verdict)
+
+    def _quiescent(self) -> None:
+        """Nothing can happen any more, and the run is not over."""
+        if not self._stopped:
+            self._monitor.on_quiescent(explain(self._service.state))
+            self._watch(0, 0, 0, None)
+
+    def _stop(self, verdict: Verdict) -> None:
+        self._stopped = True
+        self._end_ns = self._backend.clock.now_ns()
+        self._result.outcome = verdict.outcome
+        told = explain(self._service.state)
+        self._result.diagnosis = verdict.text if verdict.text == told else f"{verdict.text}\n{told}"
+        self._service.conclude(verdict)
+        self._scope.cancel()
+
+    def _end(self, error: TurnstileError | None) -> None:
+        """Everyone ended by themselves."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._end_ns = self._backend.clock.now_ns()
+        failed = error is not None or any(self._driver.outcomes.values())
+        self._result.errors = self._driver.outcomes
+        self._result.outcome = "failed" if failed else "completed"
+        self._monitor.finish(self._result.outcome)
+        self._service.conclude(Verdict(outcome=self._result.outcome))
+
+    def finish(self) -> Result:
+        """The result, also of a run that was interrupted."""
+        result = self._result
+        if not self._stopped and hasattr(self._backend, "clock"):
+            self._end_ns = self._backend.clock.now_ns()
+        result.violations = self._monitor.violations
+        result.summary = {
+            "scenario": self._scenario.name,
+            "backend": result.backend,
+            "demand": str(self._scenario.demand),
+            "seed": self._scenario.seed,
+            "outcome": result.outcome,
+            **self._accounting.figures(self._end_ns),
+            "violations": [
+                {"rule": v.rule, "at_s": v.at_ns / 1e9, "detail": v.detail} for v in self._monitor.violations
+            ],
+            "diagnosis": result.diagnosis,
+        }
+        return result
