@@ -77,11 +77,17 @@ class KillEngine(EngineAction, frozen=True, kw_only=True):
 
 
 class AwaitMemory(Action, frozen=True, kw_only=True):
-    """Watch the devices until each GPU shows at least `need` bytes free; Done or Failed says what was seen.
-    After: the last holder claimed release, or was killed."""
+    """Watch the devices until each GPU shows at least `expect` bytes free, or, once `patience` (ns) has passed, at
+    least `need`. At its `limit` the backend itself fails it, saying what it saw. Done: `free` is what each showed.
+
+    `need` is what must be free before anybody else may start there (S2); `expect` is what is free if everybody keeps no
+    more than its declared residue. After: the last holder claimed release, or was killed."""
 
     gpus: tuple[int, ...]
     need: tuple[int, ...]
+    expect: tuple[int, ...] = ()
+    """Empty: as `need`."""
+    patience: int = 0
 
 
 class StopPipeline(Action, frozen=True, kw_only=True):

@@ -14,12 +14,11 @@ Rules every backend keeps (tests/test_backend_contract.py runs one suite on all 
 5. After `close` nothing is left: no process, no task, no memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import entry_points
 from typing import Literal, Protocol
 
 from core import actions, events
-from core.config import Scenario
 from core.errors import ConfigError
 from core.model import Record, Role
 
@@ -68,6 +67,12 @@ class Backend(Protocol):
 
     name: str
     clock: Clock
+    """There from `open` on."""
+
+    @staticmethod
+    def run(main: Callable[[], Awaitable[None]]) -> None:
+        """Run `main()` on a fresh event loop of the kind this backend needs."""
+        ...
 
     async def open(self, emit: Emit) -> None:
         """Make the cluster ready. `emit` may be called from now on."""
@@ -79,6 +84,20 @@ class Backend(Protocol):
 
     def carry(self, message: events.Message, deliver: Callable[[events.Message], None]) -> None:
         """Take a client's message to the service: at once, later, twice or never. Never raises."""
+        ...
+
+    # --- things that happen by themselves, beside `emit` ----------------------------------------------
+
+    def on_quiescent(self, callback: Callable[[], None]) -> None:
+        """Call back when nothing can happen any more. A world that cannot know never does."""
+        ...
+
+    def on_kill_client(self, pipeline: str, cancel: Callable[[], None]) -> None:
+        """Fault injection: how this pipeline's client is made to vanish without a word."""
+        ...
+
+    def on_restart(self, go_down: Callable[[], None], come_back: Callable[[], None]) -> None:
+        """Fault injection: how the control plane dies and comes back."""
         ...
 
     # --- engines, commanded by the scheduler ---------------------------------------------------------

@@ -15,10 +15,8 @@ def demand(book: PipelineBook, policy: DemandPolicy) -> int:
     """Trajectories `book` still wants, as the policy sees it (0 while it is not initialised, or over)."""
     if policy is DemandPolicy.BATCH:
         return book.open_demand
-    if book.signal:
-        wanted = max(1, book.open_demand)  # a signal without an estimate is still a wish
-    else:
-        wanted = book.reported or 0
+    # A signal without an estimate is still a wish.
+    wanted = max(1, book.open_demand) if book.signal else book.reported or 0
     return max(1, wanted) if policy is DemandPolicy.FLOOR and book.allocation else wanted
 
 

@@ -3,7 +3,7 @@
 The draft is the ledger as it will be, seen through the decisions taken so far; nothing here changes the ledger.
 """
 
-from core.ledger import Engine, Ledger, Lease, PipelineBook, Request
+from core.ledger import Engine, Lease, Ledger, PipelineBook, Request
 
 
 class Plan:

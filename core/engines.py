@@ -1,6 +1,6 @@
 """An engine's way through its states, and a GPU's way back to free: steps started, outcomes taken in.
 
-    ASLEEP --wake--> AWAKE --sync--> AWAKE --open gate--> routable --sleep--> ASLEEP, GPUs clearing --memory seen--> free
+    ASLEEP --wake--> AWAKE --sync--> AWAKE --open gate--> routable --sleep--> ASLEEP, GPUs clearing --memory--> free
 
 Whatever fails, or gives no answer in its time, ends in `kill`: the engine is DEAD, its GPUs are quarantined until
 their memory is seen free, and the next wake is a cold one. Handlers ask `State` for actions; they never plan.
@@ -14,10 +14,15 @@ from core.model import OnPreempt, Priority
 from core.needs import expected_residue, tenant_need
 from core.reconciler import Kind, Step
 from core.state import Clearing, State
+from core.units import NS_PER_S, show_gib
 
 STRIKES = 3
 """Failed syncs in a row before an engine is killed, and deaths in a row (with nothing completed between) before it
 is not started again."""
+
+PATIENCE = 2 * NS_PER_S
+"""How long a GPU that could already be used is watched for memory that should still come back. It is paid once for each
+growth of the residue, not at every hand-over: what stayed behind before is not expected again."""
 
 
 # --- steps ----------------------------------------------------------------------------------------------
@@ -112,9 +117,7 @@ def deliver_grant(state: State, lease: Lease) -> None:
 # --- GPUs on their way to free ---------------------------------------------------------------------------
 
 
-def clear(
-    state: State, gpus: tuple[int, ...], book: PipelineBook, why: str, source: Engine | Lease
-) -> None:
+def clear(state: State, gpus: tuple[int, ...], book: PipelineBook, why: str, source: Engine | Lease) -> None:
     """The tenant has released these GPUs, by its own word; watch each until its memory shows it."""
     for gpu in state.ledger.clear(gpus, book, why):
         watch_gpu(state, gpu, book, source)
@@ -128,8 +131,11 @@ def watch_gpu(state: State, gpu: int, book: PipelineBook, source: Engine | Lease
     need = ledger.need[gpu]
     if promised is not None:
         need = max(need, tenant_need(promised) + ledger.cluster.memory_margin)
-    limit = book.spec.limits.release
-    device.watch = state.ask(actions.AwaitMemory, Clearing(gpu, book, source), limit, gpus=(gpu,), need=(need,))
+    device.watch = state.ask(
+        actions.AwaitMemory, Clearing(gpu, book, source), book.spec.limits.release,
+        gpus=(gpu,), need=(need,), expect=(max(need, _expected_free(state, gpu) - device.growth),),
+        patience=min(PATIENCE, book.spec.limits.release // 2),
+    )  # fmt: skip
 
 
 def _watch_again(state: State, tenant: Engine | Request) -> None:
@@ -154,13 +160,17 @@ def memory_seen(state: State, clearing: Clearing, free: dict[int, int]) -> None:
     settle(state, clearing.book)
 
 
+def _expected_free(state: State, gpu: int) -> int:
+    """Free bytes if nobody is active on the GPU and everybody keeps just the declared residue."""
+    return state.ledger.cluster.gpu_memory - expected_residue(state.ledger.residents(gpu), gpu)
+
+
 def _note_growth(state: State, gpu: Gpu, releaser: PipelineBook) -> None:
-    expected = state.ledger.cluster.gpu_memory - expected_residue(state.ledger.residents(gpu.id), gpu.id)
-    more = expected - gpu.free
+    more = max(0, _expected_free(state, gpu.id) - gpu.free)
     if more > gpu.growth:
-        gpu.growth = more
-        text = f"GPU {gpu.id} keeps {more} bytes more than declared while nobody uses it; released last by {releaser.id}"
+        text = f"GPU {gpu.id}: {show_gib(more)} more than declared stay behind; {releaser.id} released it last"
         state.note("residue_growth", text, releaser.id, gpus=(gpu.id,))
+    gpu.growth = more
 
 
 def memory_missing(state: State, clearing: Clearing, reason: str) -> None:

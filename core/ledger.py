@@ -63,7 +63,20 @@ class Phase(StrEnum):
 
 
 class Gpu:
-    __slots__ = ("id", "hold", "engine", "lease", "promised", "free", "since", "cleared_by", "why", "growth", "given_up", "watch")
+    __slots__ = (
+        "id",
+        "hold",
+        "engine",
+        "lease",
+        "promised",
+        "free",
+        "since",
+        "cleared_by",
+        "why",
+        "growth",
+        "given_up",
+        "watch",
+    )
 
     def __init__(self, id: int, free: int) -> None:
         self.id = id
@@ -80,7 +93,7 @@ class Gpu:
         """Pipeline that released it last; blamed for residue growth."""
         self.why = ""
         self.growth = 0
-        """Most bytes kept beyond the declared residues so far."""
+        """Bytes kept beyond the declared residues when last seen free."""
         self.watch = 0
         """Number of the `AwaitMemory` whose word counts; an older one speaks of an older tenancy."""
         self.given_up = False
@@ -172,7 +185,14 @@ class Request:
     __slots__ = ("book", "number", "role", "priority", "gpus", "filed_at", "due", "promised")
 
     def __init__(
-        self, book: "PipelineBook", number: int, role: Role, priority: Priority, gpus: tuple[int, ...], now: int, due: int
+        self,
+        book: "PipelineBook",
+        number: int,
+        role: Role,
+        priority: Priority,
+        gpus: tuple[int, ...],
+        now: int,
+        due: int,
     ) -> None:
         self.book = book
         self.number = number
@@ -282,7 +302,7 @@ class Ledger:
         self.now = 0
         self.gpus = [Gpu(id, cluster.gpu_memory) for id in range(cluster.gpus)]
         self.need = [cluster.memory_margin] * cluster.gpus
-        """Bytes that must be seen free on each GPU before it counts as free: what any initialised pipeline may bring."""
+        """Bytes that must be seen free on a GPU before it counts as free: what any initialised pipeline may bring."""
         self.mapped: list[dict[PipelineBook, None]] = [{} for _ in range(cluster.gpus)]
         """Living pipelines with any worker group on each GPU."""
         self.books: dict[str, PipelineBook] = {}
@@ -452,6 +472,8 @@ class Ledger:
             raise InvariantBroken(f"{engine} is promised GPUs it already has")
         counted = engine.book.up.get(engine.dp_rank) is engine
         if counted != (promised or (engine.state in UP and not engine.doomed)):
-            raise InvariantBroken(f"{engine} ({engine.state.value}, doomed={engine.doomed}) is miscounted as up={counted}")
+            raise InvariantBroken(
+                f"{engine} ({engine.state.value}, doomed={engine.doomed}) is miscounted as up={counted}"
+            )
         if engine.routable and engine.state is not EngineState.AWAKE:
             raise InvariantBroken(f"{engine} is {engine.state.value} but its gate is open")

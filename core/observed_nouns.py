@@ -70,8 +70,8 @@ class Gpu:
 
 class Engine:
     __slots__ = (
-        "busy", "closed_at", "doing", "doomed", "failing", "gpus", "id", "last_sync", "operation", "permitted", "pipeline",
-        "routable", "routable_since", "synced",
+        "busy", "closed_at", "doing", "doomed", "failing", "gpus", "id", "last_sync", "operation", "permitted",
+        "pipeline", "routable", "routable_since", "synced",
     )  # fmt: skip
 
     def __init__(self, pipeline: "Pipeline", dp_rank: int, gpus: tuple[int, ...]) -> None:

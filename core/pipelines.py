@@ -8,14 +8,14 @@ with its whole state). So a lost, late, doubled or reordered message can delay, 
 from collections.abc import Callable
 
 from core import actions, events
+from core.budget import check_fit
 from core.demand import demand, due, progressed, released, signal_arrived
 from core.engines import UNKNOWN, clear, deliver_grant, kill, quarantine, settle, watch_gpu
 from core.errors import Conflict, RequestError, StaleLease, UnknownName
-from core.ledger import EngineState, Hold, Lease, Phase, PipelineBook, Request
+from core.ledger import EngineState, Lease, Phase, PipelineBook, Request
 from core.model import PRIORITIES_OF, BatchState, PipelineState, Priority, RequestState, Role
 from core.needs import largest_need
 from core.state import Reply, State
-from core.budget import check_fit
 from core.topology import check_spec
 
 BANDS = 8
@@ -71,8 +71,14 @@ def _register(state: State, message: events.PipelineRegistered) -> None:
         return
     check_spec(ledger.cluster, spec)
     if known is not None:
-        if known.stop > 0 or known.clearing or (known.alive and (known.phase is not Phase.REGISTERED or known.requests)):
-            raise Conflict(f"pipeline {spec.id} is registered with other worker groups and still in use; let it leave first")
+        if (
+            known.stop > 0
+            or known.clearing
+            or (known.alive and (known.phase is not Phase.REGISTERED or known.requests))
+        ):
+            raise Conflict(
+                f"pipeline {spec.id} is in use with other worker groups; let it leave first"
+            )
         _forget(state, known)
     book = PipelineBook(spec, ledger.registrations)
     ledger.registrations += 1

@@ -158,7 +158,12 @@ class Port:
         self._check()
         wanted = self._want(role, priority)
         message = events.ReleasedAndRequested(
-            pipeline=self.pipeline, seq=self._next(), epoch=lease.epoch, request=wanted.request, role=role, priority=priority
+            pipeline=self.pipeline,
+            seq=self._next(),
+            epoch=lease.epoch,
+            request=wanted.request,
+            role=role,
+            priority=priority,
         )
         self._leases.pop(lease.epoch, None)
         try:

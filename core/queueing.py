@@ -5,8 +5,8 @@ freed, or used by rollouts. If it cannot have all of them now, nothing is preemp
 to everyone later in the order: small requests cannot overtake a large one for ever. Until its other GPUs are being
 freed too, rollouts may go on using what it waits for.
 
-A pipeline that has had rollout demand for very long without completing anything stands in the same queue, with one engine:
-while it comes before a request, the request may not take that engine away.
+A pipeline that has had rollout demand for very long without completing anything stands in the same queue, with one
+engine: while it comes before a request, the request may not take that engine away.
 """
 
 from core.demand import demand

@@ -39,7 +39,9 @@ def reconcile(ledger: Ledger) -> Iterator[Step]:
     for tenant in list(ledger.promised):
         if not all(ledger.gpus[gpu].hold is Hold.FREE for gpu in tenant.gpus):
             continue
-        if isinstance(tenant, Engine) and (tenant.operation or tenant.state not in (EngineState.ASLEEP, EngineState.DEAD)):
+        if isinstance(tenant, Engine) and (
+            tenant.operation or tenant.state not in (EngineState.ASLEEP, EngineState.DEAD)
+        ):
             continue
         need = tenant_need(tenant) + ledger.cluster.memory_margin
         if any(ledger.gpus[gpu].free < need for gpu in tenant.gpus):

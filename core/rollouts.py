@@ -179,7 +179,9 @@ def share_rollouts(draft: Draft, demanders: list[PipelineBook], classes: list[Gp
             draft.plan.unmet[wish.book] = None
     for wish in hungry:
         while 0 < draft.up(wish.book) < wish.target:
-            if not (_take(draft, market, wish, "idle", "idle GPUs") or _take(draft, market, wish, "spare", "its share")):
+            if not (
+                _take(draft, market, wish, "idle", "idle GPUs") or _take(draft, market, wish, "spare", "its share")
+            ):
                 break
     _use_idle(draft, market, everyone)
     _level(draft, market, everyone)

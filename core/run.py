@@ -37,7 +37,14 @@ class Result:
         """The fields of `--json`."""
 
 
-def execute(scenario: Scenario, backend: str, listeners: Iterable[Listener] = (), **options: Any) -> Result:
+def execute(
+    scenario: Scenario,
+    backend: str,
+    listeners: Iterable[Listener] = (),
+    *,
+    accounting: Accounting | None = None,
+    **options: Any,
+) -> Result:
     """Run a scenario to its end on the backend of that name.
 
     Raises ConfigError if the world is refused before time 0, InvariantBroken if Turnstile's own books break, and
@@ -45,7 +52,7 @@ def execute(scenario: Scenario, backend: str, listeners: Iterable[Listener] = ()
     """
     check_world(scenario)
     kind = load_backend(backend)
-    run = _Run(scenario, kind(scenario, **options), backend, listeners)
+    run = _Run(scenario, kind(scenario, **options), backend, listeners, accounting or Accounting(scenario))
     try:
         kind.run(run.main)
     except KeyboardInterrupt:
@@ -54,11 +61,13 @@ def execute(scenario: Scenario, backend: str, listeners: Iterable[Listener] = ()
 
 
 class _Run:
-    def __init__(self, scenario: Scenario, backend: Backend, name: str, listeners: Iterable[Listener]) -> None:
+    def __init__(
+        self, scenario: Scenario, backend: Backend, name: str, listeners: Iterable[Listener], accounting: Accounting
+    ) -> None:
         self._scenario = scenario
         self._backend = backend
         self._monitor = Monitor(scenario.cluster, scenario.demand, scenario.driver)
-        self._accounting = Accounting(scenario)
+        self._accounting = accounting
         self._listeners = [self._monitor, self._accounting, *listeners, self._watch]
         self._result = Result(scenario, name)
         self._scope: anyio.CancelScope

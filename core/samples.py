@@ -116,11 +116,10 @@ class RolloutBatch:
             self._settled = anyio.Event()
 
     def recall(self) -> None:
-        """Void every attempt in flight: their trajectories wait again, from the prompt."""
+        """Void every attempt in flight: their trajectories wait again."""
         for trajectory in self._trajectories:
             if trajectory.attempt != NONE:
                 self.queue_again(trajectory)
-            trajectory.prefix = ()
 
     def _settle(self) -> None:
         if not self.demand:

@@ -36,7 +36,13 @@ class Service:
     """The scheduler at work on a backend. An async context manager: leaving it cancels what still runs."""
 
     def __init__(
-        self, backend: Backend, cluster: Cluster, policy: DemandPolicy, listeners: Iterable[Listener] = (), *, journal: bool = False
+        self,
+        backend: Backend,
+        cluster: Cluster,
+        policy: DemandPolicy,
+        listeners: Iterable[Listener] = (),
+        *,
+        journal: bool = False,
     ) -> None:
         self.backend = backend
         self.state: State = new_state(cluster, policy)

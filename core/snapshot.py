@@ -1,16 +1,17 @@
 """One planning decision on a state written down by hand: what `scenarios.plan` answers.
 
-The snapshot says who holds what, who wants what and who waits; the answer is the planner's, on the same ledger and by the
-same code as in a run. Residence counts as elapsed, requests are oldest first, ties go to the lowest pipeline id.
+The snapshot says who holds what, who wants what and who waits; the answer is the planner's, on the same ledger and by
+the same code as in a run. Residence counts as elapsed, requests are oldest first, ties go to the lowest pipeline id.
 """
 
 from typing import Any
 
 import msgspec
 
+from core.demand import due
 from core.draft import Plan
 from core.errors import ConfigError
-from core.ledger import EngineState, Hold, Ledger, Lease, Phase, PipelineBook, Request
+from core.ledger import EngineState, Hold, Lease, Ledger, Phase, PipelineBook, Request
 from core.model import (
     PRIORITIES_OF,
     BatchState,
@@ -22,7 +23,6 @@ from core.model import (
     Role,
     WorkerGroup,
 )
-from core.demand import due
 from core.planner import plan
 from core.regions import Regions
 from core.topology import check_group
@@ -142,7 +142,9 @@ def _wake(ledger: Ledger, book: PipelineBook, rank: int, where: str) -> None:
 def _free(ledger: Ledger, gpu: int, where: str) -> None:
     device = ledger.gpus[gpu]
     if device.hold is not Hold.FREE:
-        raise ConfigError(where, f"GPU {gpu} already belongs to {device.engine or device.lease}", "one tenant a GPU (S1)")
+        raise ConfigError(
+            where, f"GPU {gpu} belongs to {device.engine or device.lease}", "one tenant a GPU (S1)"
+        )
 
 
 def _add_held(ledger: Ledger, claim: Claim, where: str) -> None:
@@ -175,7 +177,9 @@ def _request(ledger: Ledger, claim: Claim, where: str, age_rank: int) -> Request
         raise ConfigError(f"{where}.role", f"unknown role {claim.role!r}", f"known: {', '.join(Role)}")
     role = Role(claim.role)
     if claim.priority not in Priority.__members__:
-        raise ConfigError(f"{where}.priority", f"unknown {claim.priority!r}", f"known: {', '.join(Priority.__members__)}")
+        raise ConfigError(
+            f"{where}.priority", f"unknown {claim.priority!r}", f"known: {', '.join(Priority.__members__)}"
+        )
     priority = Priority[claim.priority]
     if priority not in PRIORITIES_OF[role] or priority is Priority.GENERATION:
         raise ConfigError(f"{where}.priority", f"worker group {role} does not ask for {priority.name}")

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from core import actions
 from core.actions import Action, Note
 from core.errors import RequestError
-from core.ledger import Engine, EngineState, Ledger, Lease, Phase, PipelineBook
+from core.ledger import Engine, EngineState, Lease, Ledger, Phase, PipelineBook
 from core.model import Cluster, DemandPolicy
 from core.regions import Regions
-
 
 
 class Clearing(NamedTuple):

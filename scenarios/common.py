@@ -108,9 +108,9 @@ def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show") -> Ru
     """Run one scenario to its end. Raises TurnstileError if it could not begin, or broke Turnstile itself."""
     board = Board(scenario)
     with ExitStack() as stack:
-        listeners: list[Listener] = [board, *_logs(scenario, options, stack), *show.listeners(board, stack)]
+        listeners: list[Listener] = [*_logs(scenario, options, stack), *show.listeners(board, stack)]
         try:
-            summary = execute(scenario, options.backend, listeners)
+            summary = execute(scenario, options.backend, listeners, board)
         except KeyboardInterrupt:
             summary = board.summary(header_of(scenario, options.backend), "interrupted", [])
         except InvariantBroken as broken:
@@ -119,10 +119,10 @@ def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show") -> Ru
     return Run(scenario, summary, board, by_table=options.demand == ALL)
 
 
-def execute(scenario: Scenario, backend: str, listeners: Sequence[Listener]) -> Summary:
+def execute(scenario: Scenario, backend: str, listeners: Sequence[Listener], board: Board) -> Summary:
     """The one place that knows how a run is started. An interrupted run has a summary too, if it got that far."""
     try:
-        return core_run.execute(scenario, backend, listeners).summary
+        return core_run.execute(scenario, backend, listeners, accounting=board).summary
     except KeyboardInterrupt as stopped:
         if stopped.args and isinstance(stopped.args[0], core_run.Result):
             return stopped.args[0].summary

@@ -1,6 +1,7 @@
 """The figures: they add up, they say what happened, and a log gives the same as the run did."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,8 @@ def test_the_summary_has_the_fields_of_the_contract_and_no_others():
     header = header_of(story.scenario, "sim")
     summary = count(story).summary(header, "completed", [Violation("S1", ns(1.5), "why")], "text", story.now)
     assert list(summary) == [
-        "scenario", "backend", "demand", "seed", "outcome", "makespan_s", "handovers", "gpus", "pipelines", "violations",
-        "diagnosis",
+        "scenario", "backend", "demand", "seed", "outcome", "makespan_s", "handovers", "gpus", "pipelines",
+        "violations", "diagnosis",
     ]  # fmt: skip
     assert list(summary["gpus"][0]) == ["id", "busy_s", "switching_s", "idle_s"]
     assert list(summary["pipelines"][0]) == ["id", "steps_done", "trajectories", "max_wait_s", "resizes", "error"]
@@ -74,7 +75,9 @@ def test_a_log_file_gives_the_same_figures_as_the_run(tmp_path: Path):
 # --- time -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase, kind", [("train", "busy"), ("publish", "busy"), ("onload", "switching"), ("offload", "switching")])
+@pytest.mark.parametrize(
+    "phase, kind", [("train", "busy"), ("publish", "busy"), ("onload", "switching"), ("offload", "switching")]
+)
 def test_a_trainer_phase_counts_by_its_kind(phase: str, kind: str):
     story = Story().initialise(seconds=0)
     story.request()
@@ -100,7 +103,8 @@ def test_memory_that_does_not_come_back_is_quarantine_and_switching():
     story.wait(10).say(events.ActionFailed(action=story.last_action, reason="not back"))
     story.wait(5).free(0)
     accounting = count(story, keep_segments=99)
-    assert [(s.state, (s.end - s.start) / 1e9) for s in accounting.segments[0][-2:]] == [("release", 10), ("quarantine", 5)]
+    last = [(segment.state, segment.end - segment.start) for segment in accounting.segments[0][-2:]]
+    assert last == [("release", ns(10)), ("quarantine", ns(5))]
     assert seconds_of(accounting)["switching"] == 4 + 1 + 15
 
 
@@ -109,7 +113,7 @@ def test_segments_are_contiguous_and_equal_neighbours_are_one():
     for segments in accounting.segments:
         assert segments[0].start == 0
         assert segments[-1].end == accounting.makespan_ns
-        for one, following in zip(segments, segments[1:], strict=False):
+        for one, following in pairwise(segments):
             assert one.end == following.start
             assert (one.state, one.pipeline) != (following.state, following.pipeline)
 

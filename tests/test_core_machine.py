@@ -1,7 +1,7 @@
 """Hypothesis drives the pure core through everything that can happen, in any order.
 
-After every event: S1 and the books (`Ledger.check`), and planning again changes nothing. At the end the faults stop, and
-whoever has demand and an engine that could serve it must be served, in turns if need be (L1, L2, L3).
+After every event: S1 and the books (`Ledger.check`), and planning again changes nothing. At the end the faults stop,
+and whoever has demand and an engine that could serve it must be served, in turns if need be (L1, L2, L3).
 """
 
 import os

@@ -262,6 +262,21 @@ def test_an_evaluation_whose_version_is_gone_starts_over_on_a_newer_one():
     assert ("demand_changed", 0, 2, 0) in [said[:4] for said in done.port.said]
 
 
+def test_an_evaluation_sample_whose_version_changed_under_it_is_generated_again():
+    async def script(d: Desk) -> None:
+        batch = d.gateway.open_batch(0, 1, BatchKind.EVAL)
+        await d.open(0)
+        request = d.backend.on(0)[0]
+        request.generation = Generation(status="completed", segments=((0, 5), (1, 5)))
+        request.ended.set()
+        await d.settle()
+        assert d.delivered() == []
+        await d.end(0, "completed")
+        await d.gateway.filled(batch)
+
+    desk(script, in_flight_updates=True)
+
+
 def test_evaluation_and_training_share_an_engine_by_turns():
     async def script(d: Desk) -> None:
         d.gateway.open_batch(0, 50)
@@ -428,6 +443,23 @@ def test_an_engine_that_refuses_behind_an_open_gate_is_not_asked_again_in_the_sa
     desk(script)
 
 
+def test_failures_with_a_success_or_a_fresh_gate_in_between_are_not_in_a_row():
+    async def script(d: Desk) -> None:
+        d.gateway.open_batch(0, 20)
+        await d.open(0)
+        await d.end(0, "failed")
+        await d.end(0, "completed")
+        await d.end(0, "failed")
+        assert d.loads()[0] == 4
+        await d.open(0)
+        await d.end(0, "failed")
+        assert d.loads()[0] == 4
+        await d.end(0, "failed")
+        assert d.loads()[0] == 3
+
+    desk(script)
+
+
 def test_a_fresh_gate_ends_the_rest_of_an_engine():
     async def script(d: Desk) -> None:
         d.gateway.open_batch(0, 8)
@@ -493,6 +525,7 @@ def test_a_result_in_the_instant_of_its_limit_costs_no_later_attempt():
         third = d.gateway.open_batch(2, 3)
         for batch in (second, third):
             await d.gateway.filled(batch)
+        assert [s.attempt for s in third.samples] == [0, 0, 0]
 
     for held_step in range(40):
         done = desk(script, policy=Holds({held_step: 1}), reissue_after=10 * NS_PER_S, staleness=2)

@@ -14,6 +14,7 @@ What the scenario does not say is in `world.Options`: `SimBackend(scenario, rele
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import simpy
@@ -30,6 +31,7 @@ from core.backend import Attempt, Clock, Emit, Generation, Phase
 from core.config import Scenario
 from core.errors import OperationFailed, SimulationError
 from core.model import Role
+from core.units import show_s
 
 OVER = "the run is over"
 
@@ -148,12 +150,18 @@ class SimBackend:
 
     async def _await_memory(self, action: actions.AwaitMemory) -> events.ActionDone | events.ActionFailed:
         memory = self._world.memory
-        watch = memory.watch(memory.on(action.gpus), action.need)
+        watch = memory.watch(memory.on(action.gpus), action.expect or action.need)
+        now = self.clock.now_ns()
+        timers = [
+            self.clock.call_at_ns(now + action.patience, partial(memory.relax, watch, action.need)),
+            self.clock.call_at_ns(now + action.limit, partial(memory.give_up, watch, f"after {show_s(action.limit)}")),
+        ]
         try:
             lost = await self._end_of(watch.seen)
-        except asyncio.CancelledError:
+        finally:
             memory.unwatch(watch)
-            raise
+            for timer in timers:
+                timer.cancel()
         if lost:
             return events.ActionFailed(action=action.action, reason=lost, free=watch.free())
         return events.ActionDone(action=action.action, free=watch.free())

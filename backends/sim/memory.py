@@ -250,6 +250,20 @@ class Memory:
                 device.watches[watch] = None
         return watch
 
+    def relax(self, watch: Watch, need: Sequence[int]) -> None:
+        """Be content with less from now on."""
+        watch.need = tuple(need)
+        if not watch.seen.triggered and watch.settled():
+            self.unwatch(watch)
+            watch.seen.succeed()
+
+    def give_up(self, watch: Watch, why: str) -> None:
+        """Too late: end the watch with the numbers."""
+        if not watch.seen.triggered:
+            self.unwatch(watch)
+            seen = ", ".join(f"GPU {d.id} shows {show_gib(d.free)} free" for d in watch.devices)
+            watch.seen.succeed(f"{seen} {why}")
+
     def unwatch(self, watch: Watch) -> None:
         for device in watch.devices:
             device.watches.pop(watch, None)
