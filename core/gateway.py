@@ -412,9 +412,7 @@ class Gateway:
 
     def _tell_dropped(self, batch: RolloutBatch, trajectory: int, reason: str) -> None:
         self._port.tell(
-            events.TrajectoryDropped(
-                pipeline=self._pipeline, batch=batch.number, trajectory=trajectory, reason=reason
-            )
+            events.TrajectoryDropped(pipeline=self._pipeline, batch=batch.number, trajectory=trajectory, reason=reason)
         )
 
     # --- limits and engines that misbehave ------------------------------------------------------------
@@ -431,7 +429,7 @@ class Gateway:
         silent: dict[_Engine, int] = {}
         while self._limits and (self._limits[0].landed or self._limits[0].deadline <= now):
             flight = self._limits.popleft()
-            if not flight.landed and flight.counts:
+            if not flight.landed:
                 self._expire(flight)
                 silent[flight.engine] = silent.get(flight.engine, 0) + 1
         if self._limits:
@@ -445,7 +443,8 @@ class Gateway:
         flight.worker.scope.cancel()
         if self._is_current(flight):
             flight.engine.failures += 1
-        self._fail(flight, f"no answer from engine {flight.engine.rank} within {show_s(self._job.reissue_after)}")
+        if flight.counts:
+            self._fail(flight, f"no answer from engine {flight.engine.rank} within {show_s(self._job.reissue_after)}")
 
     def _suspect(self, engine: _Engine, count: int) -> None:
         """One straggler is bad luck; two in a row, or all that an engine runs, are not."""

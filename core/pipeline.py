@@ -324,9 +324,7 @@ class Pipeline:
         self._trainer = Trainer(self.id, port, backend, self._gateway)
         self.hooks = Hooks(job, port, self._gateway, self._trainer)
         self._loop = (
-            loop(self.hooks)
-            if loop is not None
-            else TrainingLoop(job, port, self._gateway, self.hooks, self._trainer)
+            loop(self.hooks) if loop is not None else TrainingLoop(job, port, self._gateway, self.hooks, self._trainer)
         )
         self._known = False
         self._failure: str | None = None

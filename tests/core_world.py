@@ -84,10 +84,9 @@ class CoreWorld:
     def check(self) -> None:
         self.state.ledger.check()
         again = plan(self.state.ledger, Regions(self.state.ledger))
-        assert again.empty, (
-            "planning again changes the plan: "
-            f"{[(str(x), why) for part in (again.grants, again.expands, again.shrinks, again.revoked) for x, why in part]}"
-        )
+        parts = [again.grants, again.expands, again.shrinks, again.revoked]
+        changes = [(str(subject), why) for part in parts for subject, why in part]
+        assert not changes, f"planning again changes the plan: {changes}"
 
     def say(self, kind: type[events.Message], pipeline: str, **fields: Any) -> Any:
         """A client message; the reply to it."""

@@ -353,6 +353,30 @@ def test_memory_is_awaited_until_it_is_really_free(run: Run) -> None:
     run(test)
 
 
+def test_memory_that_stays_away_is_reported_at_the_limit_with_what_was_seen(run: Run) -> None:
+    async def test(world: World) -> None:
+        await world.serve()
+        outcome = await world.memory((0,), world.scenario.cluster.gpu_memory, limit=7)
+        assert isinstance(outcome, events.ActionFailed)
+        assert 0 <= outcome.free[0] < world.scenario.cluster.gpu_memory
+        assert "free" in outcome.reason
+
+    run(test)
+
+
+def test_enough_memory_is_accepted_once_patience_for_the_rest_is_over(run: Run) -> None:
+    async def test(world: World) -> None:
+        await world.serve()
+        free = world.scenario.cluster.gpu_memory - world.spec.memory.engine - world.spec.memory.residue
+        waiting = asyncio.get_running_loop().create_task(world.memory((0,), free, expect=free + 1, patience=2))
+        await pass_time(1)
+        assert not waiting.done()
+        await pass_time(2)
+        assert isinstance(await waiting, events.ActionDone)
+
+    run(test)
+
+
 def test_a_cancelled_wait_for_memory_leaves_no_trace(run: Run) -> None:
     async def test(world: World) -> None:
         await world.serve()

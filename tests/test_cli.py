@@ -107,9 +107,9 @@ class Stage:
         self.changes: dict[str, dict[str, object]] = {}
         self.error: BaseException | None = None
 
-    def __call__(self, scenario: Scenario, backend: str, listeners) -> outcome.Summary:
+    def __call__(self, scenario: Scenario, backend: str, listeners, board) -> outcome.Summary:
         self.ran.append(scenario)
-        play(script(scenario), *listeners)
+        play(script(scenario), board, *listeners)
         if self.error is not None:
             raise self.error
         return summary_of(scenario, backend, **self.changes.get(scenario.demand, {}))

@@ -521,10 +521,11 @@ def test_a_result_in_the_instant_of_its_limit_costs_no_later_attempt():
         await d.settle(NS_PER_S)
         d.backend.takes = NS_PER_S
         await d.gateway.filled(first)
-        await d.settle(4 * NS_PER_S)
+        await d.settle(8 * NS_PER_S)
         third = d.gateway.open_batch(2, 3)
         for batch in (second, third):
             await d.gateway.filled(batch)
+        assert second.samples[0].attempt <= 1
         assert [s.attempt for s in third.samples] == [0, 0, 0]
 
     for held_step in range(40):
@@ -546,6 +547,17 @@ def test_a_suspected_engine_gets_nothing_new_until_it_had_a_rest_or_a_fresh_gate
         assert d.loads() == [2, 0]
 
     desk(script, reissue_after=10 * NS_PER_S, max_attempts=9)
+
+
+def test_a_straggler_of_a_closed_batch_gives_its_slot_back_at_its_limit():
+    async def script(d: Desk) -> None:
+        batch = d.gateway.open_batch(0, 1)
+        await d.open(0)
+        d.gateway.close_batch(batch)
+        await d.settle(10 * NS_PER_S)
+        assert d.loads() == [0, 0]
+
+    assert desk(script, reissue_after=10 * NS_PER_S).drops() == []
 
 
 def test_a_silent_engine_is_suspected_once_a_ring_and_not_for_one_straggler():

@@ -113,10 +113,15 @@ class Hands:
             actions.StopPipeline(action=self._next(), pipeline=self.pipeline, reason="test")
         )
 
-    async def memory(self, gpus: tuple[int, ...], need: int) -> events.ActionDone | events.ActionFailed:
+    async def memory(
+        self, gpus: tuple[int, ...], need: int, expect: int = 0, patience: float = 0, limit: float = 60
+    ) -> events.ActionDone | events.ActionFailed:
         return await self.backend.perform(
-            actions.AwaitMemory(action=self._next(), gpus=gpus, need=(need,) * len(gpus))
-        )
+            actions.AwaitMemory(
+                action=self._next(), limit=int(limit * SECOND), gpus=gpus, need=(need,) * len(gpus),
+                expect=(max(need, expect),) * len(gpus), patience=int(patience * SECOND),
+            )
+        )  # fmt: skip
 
     async def serve(self, rank: int = 0, version: int = 0) -> None:
         """From asleep, or synced to another version, to routable."""
