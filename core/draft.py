@@ -3,6 +3,7 @@
 The draft is the ledger as it will be, seen through the decisions taken so far; nothing here changes the ledger.
 """
 
+from core.errors import InvariantBroken
 from core.ledger import Engine, Lease, Ledger, PipelineBook, Request
 
 
@@ -68,7 +69,8 @@ class Draft:
             tenant = self.tenant(gpu)
             if tenant is None:
                 continue
-            assert isinstance(tenant, Engine), f"GPU {gpu} belongs to {tenant}, which nobody may preempt"
+            if gpu in self.given or not isinstance(tenant, Engine):
+                raise InvariantBroken(f"a plan takes GPU {gpu} from {tenant}, which it may not ({why})")
             self.gone[tenant] = None
             self.gone_last.append(tenant)
             self.held[tenant.book] = self.up(tenant.book) - 1

@@ -72,8 +72,7 @@ def _wake(state: State, engine: Engine) -> None:
     state.ledger.hold_by_engine(engine)
     engine.epoch = state.epoch()
     engine.version = -1
-    engine.completed = 0
-    engine.routable_since = -1
+    engine.begin_tenancy()  # again: it may have completed something while it drained, promised already
     state.set_engine(engine, EngineState.WAKING)
     _ask_engine(state, actions.WakeEngine, engine, engine.book.spec.limits.wake, gpus=engine.gpus, cold=cold)
 
@@ -234,7 +233,7 @@ def _reap(state: State, engine: Engine, reason: str) -> None:
 
 
 def _count_death(state: State, engine: Engine, reason: str) -> None:
-    engine.deaths = 1 if engine.completed else engine.deaths + 1
+    engine.deaths += 1
     engine.completed = 0
     if engine.deaths >= STRIKES:
         disable(state, engine, f"died {STRIKES} times in a row, last: {reason}")

@@ -43,7 +43,18 @@ Reward = Callable[[Sample], Awaitable[None]]
 class _Engine:
     """What the gateway knows of an engine. `opening` tells one open gate from the next."""
 
-    __slots__ = ("epoch", "failures", "in_flight", "open", "opening", "rank", "resting", "version")
+    __slots__ = (
+        "answered_ns",
+        "epoch",
+        "failures",
+        "in_flight",
+        "open",
+        "opening",
+        "rank",
+        "resting",
+        "unanswered",
+        "version",
+    )
 
     def __init__(self, rank: int, epoch: int) -> None:
         self.rank = rank
@@ -52,8 +63,12 @@ class _Engine:
         self.open = False
         self.opening = 0
         self.in_flight = 0
+        self.answered_ns = -1
+        """When it last completed an attempt."""
         self.failures = 0
-        """Attempts failed or timed out in a row since the gate opened."""
+        """Attempts failed in a row since the gate opened."""
+        self.unanswered: dict[Trajectory, None] = {}
+        """Trajectories during whose last attempt here, past its limit, the engine answered nobody."""
         self.resting = False
 
 
@@ -150,6 +165,7 @@ class Gateway:
         engine.open = True
         engine.opening += 1
         engine.failures = 0
+        engine.unanswered.clear()
         self._wake_up(engine)
         self.dispatch()
 
@@ -441,14 +457,16 @@ class Gateway:
     def _expire(self, flight: _Flight) -> None:
         assert flight.worker is not None
         flight.worker.scope.cancel()
-        if self._is_current(flight):
-            flight.engine.failures += 1
+        if self._is_current(flight) and flight.engine.answered_ns < flight.deadline - self._job.reissue_after:
+            flight.engine.unanswered[flight.trajectory] = None
         if flight.counts:
             self._fail(flight, f"no answer from engine {flight.engine.rank} within {show_s(self._job.reissue_after)}")
 
     def _suspect(self, engine: _Engine, count: int) -> None:
-        """One straggler is bad luck; two in a row, or all that an engine runs, are not."""
-        if engine.open and (engine.failures >= FAILURES_IN_A_ROW or count >= engine.in_flight):
+        """A long trajectory is no proof against its engine, even alone there. Two that it leaves unanswered are, and so
+        is one with a single attempt left: better a fresh engine for that."""
+        last_chance = any(trajectory.failures >= self._job.max_attempts - 1 for trajectory in engine.unanswered)
+        if engine.open and (last_chance or len(engine.unanswered) >= FAILURES_IN_A_ROW):
             limit = show_s(self._job.reissue_after)
             self._port.engine_suspected(engine.rank, f"{count} attempts got no answer within {limit}")
             self._rest(engine)
@@ -460,6 +478,8 @@ class Gateway:
             return
         if generation.status == "completed":
             engine.failures = 0
+            engine.unanswered.clear()
+            engine.answered_ns = self._clock.now_ns()
             return
         engine.failures += generation.status == "failed"
         if generation.status == "aborted" or engine.failures >= FAILURES_IN_A_ROW:

@@ -157,6 +157,12 @@ class Engine:
         """Whether its GPUs are in its name."""
         return self.state in UP or self.state is EngineState.DRAINING
 
+    def begin_tenancy(self) -> None:
+        """What counts within a tenancy starts from nothing, and does so with the promise: an engine that waits for its
+        GPUs must not look as if it had had its turn because it had one long ago."""
+        self.completed = 0
+        self.routable_since = -1
+
     def __repr__(self) -> str:
         return f"engine {self.id}"
 
@@ -410,6 +416,7 @@ class Ledger:
             gpu.promised = to
         self.promised[to] = None
         if isinstance(to, Engine):
+            to.begin_tenancy()
             to.book.up[to.dp_rank] = to
         else:
             to.promised = True

@@ -76,6 +76,9 @@ class Monitor:
 
     def on_quiescent(self, explanation: str) -> None:
         """Nothing can happen any more (only daemon entries are left) and somebody still waits: L2."""
+        if self.verdict is not None:
+            return
+        self.liveness.quiescent()
         self.breach("L2", explanation)
         self.decide(Verdict(outcome="deadlock", rule="L2", text=explanation))
 

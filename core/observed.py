@@ -15,7 +15,7 @@ from typing import Any
 from core import actions, events
 from core.model import Cluster, PipelineSpec, Priority, Role
 from core.observed_holdings import Holdings
-from core.observed_nouns import Batch, Lease, Pipeline, Request, Watcher
+from core.observed_nouns import Batch, Engine, Lease, Pipeline, Request, Watcher
 
 
 class Observed(Holdings):
@@ -216,7 +216,15 @@ class Observed(Holdings):
         elif note.kind == "shrink" or note.kind == "expand":
             engine = self.engine(note.pipeline, note.dp_rank)
             if engine is not None:
-                engine.doomed = note.kind == "shrink" and engine.up
+                self._intend(engine, wanted=note.kind == "expand")
         elif note.kind == "rejected" and self._undo is not None and self._undo[0] == self._cause:
             self._undo[1]()
             self._undo = None
+
+    def _intend(self, engine: Engine, *, wanted: bool) -> None:
+        engine.doomed = engine.up and not wanted
+        if wanted and not engine.up:
+            engine.pipeline.promised[engine] = None
+        else:
+            engine.pipeline.promised.pop(engine, None)
+        self._watcher.engine_changed(engine)

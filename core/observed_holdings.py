@@ -182,6 +182,7 @@ class Holdings:
             engine.operation = action.action
             if isinstance(action, actions.WakeEngine | actions.SleepEngine | actions.KillEngine):
                 engine.doomed = False
+                engine.pipeline.promised.pop(engine, None)
         return engine
 
     def _wake(self, action: actions.WakeEngine) -> None:

@@ -146,8 +146,8 @@ class Batch:
 
 class Pipeline:
     __slots__ = (
-        "applied", "batches", "demand", "engines", "id", "initialised", "leases", "over", "published", "releasing",
-        "requests", "routable", "spec", "up",
+        "applied", "batches", "demand", "engines", "id", "initialised", "leases", "over", "promised", "published",
+        "releasing", "requests", "routable", "spec", "up",
     )  # fmt: skip
 
     def __init__(self, spec: PipelineSpec, seq: int) -> None:
@@ -169,6 +169,8 @@ class Pipeline:
         """It left, failed or was stopped."""
         self.up = 0
         """Engines waking, awake, syncing or serving."""
+        self.promised: dict[Engine, None] = {}
+        """Engines that are to be woken once their GPUs are free (a note said so)."""
         self.routable = 0
 
     @property

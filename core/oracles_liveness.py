@@ -84,16 +84,24 @@ class LivenessOracles(Watcher):
 
     def advance(self, now_ns: int) -> None:
         """Time moves to `now_ns`: the instant before is over, and deadlines before it have passed."""
-        while self._touched and self._touched[0][0] + self._settle_ns < now_ns:
-            at, gpu = self._touched.popleft()
-            if self._touched_at[gpu] == at:
-                self._conserve(self._observed.gpus[gpu], at)
+        self._settle(now_ns - self._settle_ns)
         while self._deadlines and self._deadlines[0][0] < now_ns and self._monitor.verdict is None:
             _, _, pipeline, request = heapq.heappop(self._deadlines)
             if request < 0:
                 self._rollout_due(pipeline, now_ns)
             else:
                 self._request_due(pipeline, request, now_ns)
+
+    def quiescent(self) -> None:
+        """The present instant is over too: nothing will happen any more."""
+        self._settle(self._observed.now + 1)
+
+    def _settle(self, before_ns: int) -> None:
+        """Look at the GPUs last touched before that time."""
+        while self._touched and self._touched[0][0] < before_ns:
+            at, gpu = self._touched.popleft()
+            if self._touched_at[gpu] == at:
+                self._conserve(self._observed.gpus[gpu], at)
 
     # --- L1, L2: rollouts ------------------------------------------------------------------------------
 
@@ -248,9 +256,10 @@ class LivenessOracles(Watcher):
     def engine_changed(self, engine: Engine) -> None:
         pipeline = engine.pipeline
         before = self._last_up.get(pipeline.id, 0)
-        if pipeline.up != before:
-            self._last_up[pipeline.id] = pipeline.up
-            if pipeline.up < before:
+        now = pipeline.up + len(pipeline.promised)
+        if now != before:
+            self._last_up[pipeline.id] = now
+            if now < before:
                 self._touch_engines(pipeline)
 
     def _published(self, event: events.WeightsPublished) -> None:
@@ -279,10 +288,9 @@ class LivenessOracles(Watcher):
         if not gpu.free or gpu.watches:
             return
         for engine in gpu.engines:
-            if self._could_wake(engine) and all(self._open_to(engine, self._observed.gpus[g]) for g in engine.gpus):
-                if self._reserved(engine, gpu):
-                    continue
-                pipeline = engine.pipeline
+            pipeline = engine.pipeline
+            free = self._could_wake(engine) and all(self._open_to(engine, self._observed.gpus[g]) for g in engine.gpus)
+            if free and not self._reserved(engine, gpu):
                 want = f"{pipeline.id} wants {pipeline.demand} trajectories and has {pipeline.up} engines"
                 self._monitor.breach("L4", f"GPU {gpu.id} is idle; {want}; {engine.id} could be woken there", at_ns)
                 return
@@ -295,8 +303,12 @@ class LivenessOracles(Watcher):
             and pipeline.wants_rollout
             and not pipeline.releasing
             and pipeline.published >= 0
-            and bounds.worth_waking(pipeline.demand, pipeline.up, len(pipeline.engines))
+            and bounds.worth_waking(pipeline.demand, self._up_or_coming(pipeline), len(pipeline.engines))
         )
+
+    def _up_or_coming(self, pipeline: Pipeline) -> int:
+        """Engines that are up, or will be as soon as the last of their GPUs is freed."""
+        return pipeline.up + sum(map(self._half_free, pipeline.promised))
 
     def _open_to(self, engine: Engine, gpu: Gpu) -> bool:
         memory = engine.pipeline.spec.memory
@@ -312,13 +324,15 @@ class LivenessOracles(Watcher):
                     self._parked.setdefault(key, []).append(gpu)
                     return True
             for rival in gpus[id].engines:
-                if rival is not engine and self._could_wake(rival) and self._half_free(rival):
+                coming = rival in rival.pipeline.promised or self._could_wake(rival)
+                if rival is not engine and coming and self._half_free(rival):
                     return True
         return False
 
     def _half_free(self, engine: Engine) -> bool:
         gpus = [self._observed.gpus[gpu] for gpu in engine.gpus]
-        return all(gpu.being_freed for gpu in gpus) and not all(gpu.free for gpu in gpus)
+        ready = all(gpu.free and not gpu.watches for gpu in gpus)
+        return not ready and all(gpu.being_freed for gpu in gpus)
 
     # --- L5: thrash ------------------------------------------------------------------------------------
 

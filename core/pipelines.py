@@ -181,6 +181,7 @@ def _file(state: State, book: PipelineBook, wanted: RequestState) -> None:
     if wanted.request <= book.requests_through:
         return  # a retry
     gpus = check_request(state, book, wanted.role, wanted.priority)
+    _check_empty_handed(book, wanted.role)
     now = state.ledger.now
     book.requests_through = wanted.request
     request = Request(book, wanted.request, wanted.role, wanted.priority, gpus, now, due(now, wanted.priority))
@@ -211,6 +212,21 @@ def check_request(state: State, book: PipelineBook, role: Role, priority: Priori
     if gone:
         raise RequestError(f"{book.id}: {role} needs GPU {gone[0]}, which is gone ({state.ledger.gpus[gone[0]].why})")
     return gpus
+
+
+def _check_empty_handed(book: PipelineBook, role: Role, but: Lease | None = None) -> None:
+    """No pipeline holds one lease (`but` the one it is about to release) and waits for another, nor for two that could
+    be granted one by one. So nobody who waits is waited for: two jobs that take two pools in opposite order cannot
+    lock, and no request behind them can either. Raises Conflict."""
+    held = next((lease for lease in book.leases.values() if lease is not but), None)
+    if held is not None:
+        raise Conflict(
+            f"{book.id} holds GPUs {list(held.gpus)} for its {held.role} and may not wait for its {role} meanwhile; "
+            "release first, or release and request in one step"
+        )
+    if book.requests:
+        waiting = next(iter(book.requests.values()))
+        raise Conflict(f"{book.id} waits for its {waiting.role} already; cancel that before asking for its {role}")
 
 
 def _cancel(state: State, message: events.RequestCancelled) -> None:
@@ -272,6 +288,7 @@ def _release_and_request(state: State, message: events.ReleasedAndRequested) -> 
     lease = _lease(book, message.epoch)
     if message.request > book.requests_through:
         check_request(state, book, message.role, message.priority)
+        _check_empty_handed(book, message.role, lease)
     release(state, lease)
     _request(state, message)
 
@@ -349,6 +366,7 @@ def _complete(state: State, message: events.TrajectoryCompleted) -> None:
     if 0 <= message.dp_rank < len(book.engines):
         engine = book.engines[message.dp_rank]
         engine.completed += 1
+        engine.deaths = 0
         first = engine.completed == 1
     if not book.open_demand or book.planned_at - book.open_demand > book.open_target // BANDS:
         book.planned_at = book.open_demand

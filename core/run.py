@@ -4,7 +4,7 @@ The order matters at the end: the verdict is written, the log and the oracles fr
 cleanup goes on unlogged until nothing is left.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import anyio
@@ -19,6 +19,9 @@ from core.service import Listener, Service
 from core.topology import check_world
 from core.trace import Verdict, Violation
 from core.waits import explain
+
+Beside = Callable[[Service], Awaitable[None]]
+"""Something that runs beside the pipelines, on the same service: the run is over when both are."""
 
 
 class Result:
@@ -39,22 +42,26 @@ class Result:
 
 def execute(
     scenario: Scenario,
-    backend: str,
+    backend: str | Backend,
     listeners: Iterable[Listener] = (),
     *,
     accounting: Accounting | None = None,
+    beside: Beside | None = None,
+    check: bool = False,
     **options: Any,
 ) -> Result:
-    """Run a scenario to its end on the backend of that name.
+    """Run a scenario to its end on the backend of that name, built with `options`; or on one that was built already.
+
+    `check`: after every event, compare the scheduler's books with each other from scratch (slow; for tests).
 
     Raises ConfigError if the world is refused before time 0, InvariantBroken if Turnstile's own books break, and
     KeyboardInterrupt, after cleaning up, if the user stopped it (the result so far is in its `args`).
     """
     check_world(scenario)
-    kind = load_backend(backend)
-    run = _Run(scenario, kind(scenario, **options), backend, listeners, accounting or Accounting(scenario))
+    made = load_backend(backend)(scenario, **options) if isinstance(backend, str) else backend
+    run = _Run(scenario, made, listeners, accounting or Accounting(scenario), beside, check)
     try:
-        kind.run(run.main)
+        made.run(run.main)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(run.finish()) from None
     return run.finish()
@@ -62,14 +69,22 @@ def execute(
 
 class _Run:
     def __init__(
-        self, scenario: Scenario, backend: Backend, name: str, listeners: Iterable[Listener], accounting: Accounting
+        self,
+        scenario: Scenario,
+        backend: Backend,
+        listeners: Iterable[Listener],
+        accounting: Accounting,
+        beside: Beside | None,
+        check: bool,
     ) -> None:
+        self._check = check
         self._scenario = scenario
         self._backend = backend
+        self._beside = beside
         self._monitor = Monitor(scenario.cluster, scenario.demand, scenario.driver)
         self._accounting = accounting
         self._listeners = [self._monitor, self._accounting, *listeners, self._watch]
-        self._result = Result(scenario, name)
+        self._result = Result(scenario, backend.name)
         self._scope: anyio.CancelScope
         self._service: Service
         self._driver: Driver
@@ -81,7 +96,12 @@ class _Run:
         backend = self._backend
         self._scope = anyio.CancelScope()
         self._service = Service(
-            backend, self._scenario.cluster, self._scenario.demand, self._listeners, journal=self._needs_journal()
+            backend,
+            self._scenario.cluster,
+            self._scenario.demand,
+            self._listeners,
+            journal=self._needs_journal(),
+            check=self._check,
         )
         await backend.open(self._service.tell)
         try:
@@ -97,15 +117,24 @@ class _Run:
         self._driver = Driver(self._scenario, self._service, self._backend)
         for job in self._scenario.jobs:
             self._backend.on_kill_client(job.spec.id, self._vanisher(job.spec.id))
-        error: TurnstileError | None = None
         with self._scope:
-            try:
-                self._result.errors = await self._driver.run()
-            except TurnstileError as first:
-                if self._scenario.driver is not DriverPolicy.FAIL_FAST:
-                    raise
-                error = first
+            if self._beside is None:
+                error = await self._pipelines()
+            else:
+                async with anyio.create_task_group() as others:
+                    others.start_soon(self._beside, self._service)
+                    error = await self._pipelines()
             self._end(error)
+
+    async def _pipelines(self) -> TurnstileError | None:
+        """Run them all; under `fail_fast` the error that ended them."""
+        try:
+            self._result.errors = await self._driver.run()
+        except TurnstileError as first:
+            if self._scenario.driver is not DriverPolicy.FAIL_FAST:
+                raise
+            return first
+        return None
 
     def _vanisher(self, pipeline: str) -> Callable[[], None]:
         return lambda: self._driver.vanish(pipeline)

@@ -43,6 +43,7 @@ class Service:
         listeners: Iterable[Listener] = (),
         *,
         journal: bool = False,
+        check: bool = False,
     ) -> None:
         self.backend = backend
         self.state: State = new_state(cluster, policy)
@@ -63,6 +64,7 @@ class Service:
         self._tasks: TaskGroup | None = None
         self._journal: list[tuple[int, events.Event]] | None = [] if journal else None
         self._down: deque[events.Event] | None = None
+        self._check = check
 
     async def __aenter__(self) -> "Service":
         self._tasks = anyio.create_task_group()
@@ -132,6 +134,8 @@ class Service:
         if self._journal is not None:
             self._journal.append((now, event))
         decision = decide(self.state, now, event)
+        if self._check:
+            self.state.ledger.check()
         self._carry_out(decision, entry)
 
     def _carry_out(self, decision: Decision, cause: int) -> None:

@@ -9,7 +9,7 @@ Nothing here protects against non-rollout requests, but hunger does: see `outran
 """
 
 from core.demand import due
-from core.ledger import Engine, PipelineBook
+from core.ledger import UP, Engine, PipelineBook
 from core.model import Partial, Priority
 
 NEARLY_FINISHED = 0.1
@@ -22,7 +22,7 @@ def turn_end(engine: Engine, only: bool) -> int | None:
     `only`: the pipeline has no other engine, so this is its turn.
     """
     book = engine.book
-    if engine.routable_since < 0 or engine.disabled:
+    if engine.routable_since < 0 or engine.state not in UP:
         return None
     residence = book.spec.min_residence
     end = engine.routable_since + residence
@@ -40,6 +40,6 @@ def outranks(book: PipelineBook, request_due: int) -> bool:
 
 def shielded_until(engine: Engine) -> int | None:
     """Until when the hunger of its pipeline may protect this engine from a request; None: no end known yet."""
-    if engine.routable_since < 0:
+    if engine.routable_since < 0 or engine.state not in UP:
         return None
     return engine.routable_since + engine.book.spec.limits.turn

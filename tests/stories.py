@@ -148,7 +148,9 @@ class Story:
         self.wait(seconds)
         self.say(events.PhaseEnded(pipeline=pipeline, role=role, phase=phase))
 
-    def initialise(self, pipeline: str = "p1", seconds: float = 40, batch: int | None = None) -> "Story":
+    def initialise(
+        self, pipeline: str = "p1", seconds: float = 40, batch: int | None = None, confirmed: bool = True
+    ) -> "Story":
         """Register, initialise, publish version 0, and open batch 0 with this target."""
         self.register(pipeline)
         union = self.specs[pipeline].union
@@ -159,7 +161,8 @@ class Story:
         if batch is not None:
             self.open(batch, pipeline)
         self.tell(events.LeaseReleased, pipeline, epoch=epoch)
-        self.free(*union)
+        if confirmed:
+            self.free(*union)
         return self
 
     # --- engines ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from core_world import MEMORY, CoreWorld, S, spec
 from hypothesis import HealthCheck, settings
+from hypothesis import Phase as Phases
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,7 +22,8 @@ NAMES = ("a", "b", "c", "d")
 
 settings.register_profile(
     "machine", deadline=None, stateful_step_count=60, max_examples=int(os.environ.get("TURNSTILE_EXAMPLES", "120")),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    phases=[p for p in Phases if not (p is Phases.shrink and "TURNSTILE_NO_SHRINK" in os.environ)], derandomize="TURNSTILE_EXAMPLES" not in os.environ,
 )  # fmt: skip
 
 

@@ -560,18 +560,39 @@ def test_a_straggler_of_a_closed_batch_gives_its_slot_back_at_its_limit():
     assert desk(script, reissue_after=10 * NS_PER_S).drops() == []
 
 
-def test_a_silent_engine_is_suspected_once_a_ring_and_not_for_one_straggler():
+def test_a_silent_engine_is_suspected_once_a_ring():
     async def script(d: Desk) -> None:
-        d.gateway.open_batch(0, 3)
+        d.gateway.open_batch(0, 4)
+        await d.open(0)
+        await d.settle(10 * NS_PER_S)
+        assert d.port.words().count("engine_suspected") == 1
+
+    desk(script, reissue_after=10 * NS_PER_S)
+
+
+def test_one_long_trajectory_alone_on_its_engine_is_no_proof_against_it_until_its_last_attempt():
+    async def script(d: Desk) -> None:
+        d.gateway.open_batch(0, 1)
+        await d.open(0)
+        for attempts in (1, 2):
+            await d.settle(10 * NS_PER_S)
+            assert (len(d.backend.attempts), "engine_suspected" in d.port.words()) == (attempts + 1, False)
+        await d.settle(10 * NS_PER_S)
+        assert "engine_suspected" in d.port.words()
+
+    desk(script, reissue_after=10 * NS_PER_S, max_attempts=4)
+
+
+def test_stragglers_do_not_make_an_engine_suspect_that_answered_others_meanwhile():
+    async def script(d: Desk) -> None:
+        d.gateway.open_batch(0, 4)
         await d.open(0)
         await d.settle(5 * NS_PER_S)
-        d.gateway.open_batch(1, 1, BatchKind.EVAL)
-        await d.settle()
-        await d.end(0, "completed", 2)
+        await d.end(0, "completed", 1)
         await d.settle(5 * NS_PER_S)
+        assert d.loads() == [3, 0]
+        assert [a.attempt for a in d.backend.attempts[4:]] == [1, 1, 1]
         assert "engine_suspected" not in d.port.words()
-        await d.settle(5 * NS_PER_S)
-        assert d.port.words().count("engine_suspected") == 1
 
     desk(script, reissue_after=10 * NS_PER_S)
 

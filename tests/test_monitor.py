@@ -108,6 +108,22 @@ def test_s1_a_lost_gpu_is_given_to_nobody():
     assert "S1" in broken(story)
 
 
+def test_s1_an_engine_is_woken_on_its_own_gpus_only():
+    story = Story().initialise()
+    story.engine(actions.WakeEngine, 0, gpus=(1,))
+    assert broken(story) == ["S1"]
+
+
+def test_s1_nobody_is_granted_a_gpu_that_does_not_exist():
+    story = Story().initialise()
+    story.request()
+    story.grant(gpus=(0, 7))
+    assert [violation.detail for violation in judge(story).violations] == [
+        "actor_train of p1 asked for GPUs 0 and is granted 0, 7",
+        "actor_train of p1 is given GPU 7, which does not exist",
+    ]
+
+
 def test_s1_a_trainer_phase_needs_the_lease():
     story = Story().initialise()
     story.phase("train", 1)
@@ -178,6 +194,20 @@ def test_s2_a_killed_engine_is_confirmed_too():
     story.request()
     story.grant()
     assert "S2" in broken(story)
+
+
+def test_s2_nobody_is_given_a_gpu_in_quarantine():
+    story = Story().initialise()
+    story.note("quarantine", "p1", gpus=(0,))
+    story.request()
+    story.grant()
+    assert broken(story) == ["S2"]
+    story = Story().initialise()
+    story.note("quarantine", "p1", gpus=(0,))
+    story.free(0)
+    story.request()
+    story.grant()
+    assert broken(story) == []
 
 
 def test_s2_a_planned_release_is_not_confirmed_while_an_engine_holds_its_gpu():
@@ -252,6 +282,27 @@ def test_s4_a_sync_is_always_to_the_latest_version():
     story = Story(make_spec(staleness=1, infer=(0,))).initialise(batch=9)
     story.tell(events.WeightsPublished, version=1)
     story.wake(0).sync(0)
+    assert broken(story) == ["S4"]
+
+
+def test_s4_a_sleeping_engine_is_neither_synced_nor_opened():
+    story = Story().initialise()
+    story.sync(0)
+    assert broken(story) == ["S4"]
+    story = Story().initialise()
+    story.gate(0)
+    assert broken(story) == ["S4"]
+
+
+def test_s4_versions_are_published_in_ascending_order():
+    story = Story().initialise()
+    story.tell(events.WeightsPublished, version=0)
+    assert broken(story) == ["S4"]
+
+
+def test_s4_no_engine_decodes_that_was_never_declared():
+    story = Story().initialise()
+    story.busy(9)
     assert broken(story) == ["S4"]
 
 
@@ -374,6 +425,25 @@ def test_s5_only_accepted_trajectories_are_trained_each_once(trained: tuple[int,
     assert "S5" in broken(story, outcome="completed")
 
 
+def test_s5_a_batch_contains_a_trajectory_once():
+    story = ready(target=1)
+    story.take((0, 0))
+    story.complete(0)
+    assert broken(story) == ["S5"]
+
+
+@pytest.mark.parametrize("dropped_first", [True, False])
+def test_s5_no_trajectory_is_both_trained_and_dropped(dropped_first: bool):
+    story = ready(target=1)
+    story.complete(0)
+    if dropped_first:
+        story.drop(0)
+    story.take((0,))
+    if not dropped_first:
+        story.drop(0)
+    assert broken(story) == ["S5"]
+
+
 def test_s5_an_accepted_trajectory_is_not_forgotten():
     story = ready(target=2)
     story.complete(0)
@@ -454,6 +524,13 @@ def test_s7_nobody_fails_for_the_fault_of_another():
     story.say(events.TrainerFailed(pipeline="p1", reason="died"))
     assert broken(failed(story, "p1")) == []
     assert broken(failed(story, "p2")) == ["S7"]
+
+
+def test_s7_nobody_ends_in_an_error_without_saying_so_or_being_told():
+    story = two().initialise("p1").initialise("p2")
+    story.say(events.PipelineEnded(pipeline="p2", error="why?"))
+    assert broken(story) == ["S7"]
+    assert broken(two().initialise("p1").leave("p1", error="my own mistake")) == []
 
 
 def test_s7_does_not_hold_under_fail_fast():
@@ -668,6 +745,42 @@ def test_l4_a_gpu_may_wait_for_an_engine_that_is_to_sleep_once_it_is_synced():
     story.note("shrink", "p1", dp_rank=1)
     story.pause(5)
     assert broken(story) == []
+
+
+def test_l4_an_engine_that_is_promised_and_only_waits_for_its_memory_counts():
+    def promised(to: int) -> Story:
+        story = Story().initialise(batch=1, confirmed=False)
+        story.order(actions.AwaitMemory, gpus=(0,), need=(0,))
+        story.free(1)
+        story.note("expand", "p1", dp_rank=to)
+        return story.pause(1)
+
+    assert broken(promised(to=0)) == []
+    story = promised(to=0)
+    story.note("shrink", "p1", dp_rank=0)
+    assert broken(story.pause(1)) == ["L4"]
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_l4_a_gpu_may_wait_for_a_wider_engine_whose_other_gpus_are_being_freed(confirmed: bool):
+    """p1 could use GPU 0 alone; p2's engine needs both, and the memory of GPU 1 is being watched."""
+    story = Story(make_spec("p1", infer=(0,)), make_spec("p2", train=(1,), infer=(0, 1), tp=2))
+    story.initialise("p1", batch=9).initialise("p2", batch=9, confirmed=False)
+    story.note("expand", "p2", dp_rank=0)
+    story.order(actions.AwaitMemory, gpus=(1,), need=(0,))
+    story.free(0)
+    if confirmed:
+        story.done(story.last_action - 1, {1: gib(138)})
+    assert broken(story.pause(1)) == (["L4"] if confirmed else [])
+
+
+def test_l4_is_asked_of_the_last_instant_too():
+    monitor = judge(Story())
+    assert monitor.violations == []
+    story = Story().initialise(batch=1)
+    monitor = story.told(Monitor(story.scenario.cluster, story.scenario.demand))
+    monitor.on_quiescent("nothing happens any more")
+    assert [violation.rule for violation in monitor.violations] == ["L4", "L4", "L2"]
 
 
 def test_l4_a_gpu_must_not_wait_for_a_request_that_others_hold_up():

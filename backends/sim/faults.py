@@ -39,6 +39,10 @@ class Armed:
     def arm(self, fault: Fault) -> None:
         self._waiting.setdefault((fault.kind, fault.pipeline), []).append((fault, fault.count))
 
+    def clear(self) -> None:
+        """Call off whatever has not struck yet."""
+        self._waiting.clear()
+
     def take(self, kind: str, pipeline: str, dp_rank: int = ANY) -> Fault | None:
         """The fault that hits this one, if any; it is one fewer then."""
         waiting = self._waiting.get((kind, pipeline))

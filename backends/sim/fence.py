@@ -112,8 +112,11 @@ def _fenced_names() -> Iterator[tuple[Any, str, str]]:
             yield random, name, DRAW
 
 
+_FENCED_NAMES = tuple(_fenced_names())
+
+
 def _install() -> None:
-    for module, name, fix in _fenced_names():
+    for module, name, fix in _FENCED_NAMES:
         original = getattr(module, name)
         _replace(module, name, original, _Guard(original, f"{module.__name__}.{name}", fix))
     start = threading.Thread.start

@@ -315,6 +315,8 @@ class SimLoop(asyncio.BaseEventLoop):
             self._last_steps.clear()
         self._last_steps.append(self._next_entry() if handle is None else label(handle))
         if left < 0:
+            if handle is not None:  # it was taken, not run: a task that lost its step could never end
+                self._ready.appendleft(handle)
             what = "of clean-up" if self._draining else f"within the instant {show_s(self.now_ns())}"
             raise Livelock(f"no end of steps {what}; the last ones: {', '.join(self._last_steps)}")
 
@@ -476,16 +478,14 @@ def _collector_off() -> Iterator[None]:
 
     Freezing what existed before keeps the one collection afterwards as small as the run.
     """
-    was_on, may_freeze = gc.isenabled(), gc.get_freeze_count() == 0
+    was_on = gc.isenabled()
     gc.disable()
-    if may_freeze:
-        gc.freeze()
+    gc.freeze()
     try:
         yield
     finally:
         gc.collect()
-        if may_freeze:
-            gc.unfreeze()
+        gc.unfreeze()
         if was_on:
             gc.enable()
 

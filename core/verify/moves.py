@@ -1,0 +1,295 @@
+"""Everything that may happen next, and what it does. Each move is one event for `decide`, or a tick of time.
+
+A move that stays possible happens at last (weak fairness, `Move.fair`): clients go on, trajectories are completed,
+operations end, due timers ring, time passes. Faults need not happen. Each costs one of the world's faults:
+
+* an operation fails, or gives no answer though it was done; a pipeline's stop does; a grant is not delivered;
+* memory that is free is not seen free in time; an engine dies;
+* a trainer fails, a client is lost, or holds its lease too long, or cancels its request and asks again, or leaves.
+
+What follows from a fault is free: memory under a process that lives on is not seen free, and a quarantine may
+last longer than its limit.
+
+An answer of a client to a grant, a confirmation or the news that it failed changes nothing in the books if it is
+"done", so these are delivered at once; a grant only while no fault can hit it any more.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from core import actions, events
+from core.errors import InvariantBroken
+from core.ledger import Engine, EngineState, Hold, Lease
+from core.model import Priority
+from core.scheduler import Decision, decide
+from core.state import Clearing
+from core.verify import client
+from core.verify.node import INITIALISER, TRAINER, Node
+from core.verify.world import RESIDENCE, TICK, TURN, Start, World
+
+UNFAIR = 255
+"""`Move.fair` of what need not happen, however long it is possible."""
+CLASSES = 20
+"""Fairness classes of one pipeline: its client, its grant, its stop, and two for each of at most 8 engines."""
+DELIVERED = (actions.ConfirmRelease, actions.FailPipeline, actions.GrantLease)
+
+
+class Move(NamedTuple):
+    """What may happen. Numbers of actions do not occur in it, so that it means the same in any naming."""
+
+    kind: str
+    who: int = -1
+    """Number of the pipeline, or of the GPU."""
+    rank: int = -1
+    fair: int = UNFAIR
+    """Class of moves of which one must happen at last if they stay possible."""
+    number: int = 0
+    """The action it ends."""
+    cost: int = 0
+
+
+class Rules(NamedTuple):
+    """What `enabled` needs to know of a world, worked out once."""
+
+    world: World
+    pipelines: int
+
+
+def memory_class(world: World, gpu: int) -> int:
+    return world.pipelines * CLASSES + gpu
+
+
+def review_class(world: World) -> int:
+    return world.pipelines * CLASSES + world.gpus
+
+
+def time_class(world: World) -> int:
+    return review_class(world) + 1
+
+
+# --- what may happen ------------------------------------------------------------------------------------
+
+
+def enabled(world: World, node: Node) -> list[Move]:
+    """Every move from this state. Faults last."""
+    found = []
+    for number in range(world.pipelines):
+        if client.next_word(world, node, number) is not None:
+            found.append(Move("say", number, fair=number * CLASSES))
+        found += _completions(world, node, number)
+    for number, (action, _) in node.state.operations.items():
+        found.append(_ending(world, node, number, action))
+    due = 0 <= node.state.review_at <= node.now
+    if due:
+        found.append(Move("review", fair=review_class(world)))
+    elif _time_may_pass(node):
+        found.append(Move("tick", fair=time_class(world)))
+    found += _overdue_quarantines(world, node)
+    if node.faults:
+        found += _faults(world, node)
+    return found
+
+
+def _completions(world: World, node: Node, number: int) -> Iterator[Move]:
+    book = node.books[number]
+    if not client.waits_for_rollout(book):
+        return
+    if world.start is Start.INCIDENT and number + 1 < world.pipelines and node.at[number + 1] == client.ASK_INIT:
+        return
+    for engine in book.engines:
+        if engine.routable_since >= 0 and book.published - engine.version <= world.staleness:
+            if engine.routable:
+                yield Move("complete", number, engine.dp_rank, number * CLASSES + 4 + engine.dp_rank)
+            elif engine.state is EngineState.DRAINING:
+                yield Move("complete_late", number, engine.dp_rank)
+
+
+def _ending(world: World, node: Node, number: int, action: actions.Action) -> Move:
+    """How an action ends if nothing else goes wrong."""
+    if isinstance(action, actions.AwaitMemory):
+        gpu = action.gpus[0]
+        kind = "memory_missing" if node.occupants(gpu) else "memory"
+        return Move(kind, gpu, fair=memory_class(world, gpu), number=number)
+    who = _number(node, action.pipeline)
+    if isinstance(action, actions.GrantLease):
+        return Move("delivered", who, fair=who * CLASSES + 1, number=number)
+    if isinstance(action, actions.StopPipeline):
+        return Move("stopped", who, fair=who * CLASSES + 2, number=number)
+    return Move("done", who, action.dp_rank, who * CLASSES + 12 + action.dp_rank, number)
+
+
+def _number(node: Node, pipeline: str) -> int:
+    return int(pipeline[1:]) - 1
+
+
+def _time_may_pass(node: Node) -> bool:
+    """Not past the turn of an only engine with nothing completed: a trajectory fits into a turn."""
+    for book in node.books:
+        if len(book.up) != 1 or not book.open_demand:
+            continue
+        (engine,) = book.up.values()
+        if engine.routable and not engine.completed and node.now // TICK - engine.routable_since // TICK >= _LAST:
+            return False
+    return True
+
+
+_LAST = (TURN - RESIDENCE) // TICK
+
+
+def _overdue_quarantines(world: World, node: Node) -> Iterator[Move]:
+    for gpu in node.state.ledger.gpus:
+        if gpu.hold is Hold.QUARANTINED and not gpu.given_up:
+            yield Move("given_up", gpu.id)
+
+
+def _faults(world: World, node: Node) -> Iterator[Move]:
+    for number, (action, _) in node.state.operations.items():
+        if isinstance(action, actions.AwaitMemory):
+            if not node.occupants(action.gpus[0]):
+                yield Move("memory_missing", action.gpus[0], number=number, cost=1)
+            continue
+        rank = getattr(action, "dp_rank", -1)
+        who = _number(node, action.pipeline)
+        yield Move("fails", who, rank, number=number, cost=1)
+        yield Move("unanswered", who, rank, number=number, cost=1)
+    for number, book in enumerate(node.books):
+        if not book.alive:
+            continue
+        for engine in book.engines:
+            if engine.state is not EngineState.DEAD and book.published >= 0:
+                yield Move("dies", number, engine.dp_rank, cost=1)
+        if book.leases:
+            yield Move("trainer_fails", number, cost=1)
+            yield Move("overdue", number, cost=1)
+        if book.requests:
+            yield Move("cancels", number, cost=1)
+        yield Move("lost", number, cost=1)
+        yield Move("leaves", number, cost=1)
+
+
+# --- what it does -----------------------------------------------------------------------------------------
+
+
+def apply(world: World, node: Node, move: Move) -> Decision | None:
+    """Let it happen. Raises InvariantBroken if the scheduler, or what it asks for, breaks a rule."""
+    node.now += 1
+    node.faults -= move.cost
+    if move.kind == "tick":
+        node.now += TICK
+        return None
+    decision = decide(node.state, node.now, _event(world, node, move))
+    for action in decision.actions:
+        match action:
+            case actions.WakeEngine():
+                _wake(node, action)
+            case actions.GrantLease():
+                _grant(node, action)
+            case actions.OpenGate():
+                _open(world, node, action)
+        if isinstance(action, DELIVERED) and not (node.faults and isinstance(action, actions.GrantLease)):
+            del node.state.operations[action.action]
+    if world.coarse:
+        _at_once(world, node)
+    return decision
+
+
+def _at_once(world: World, node: Node) -> None:
+    """The steps that `World.coarse` does not show."""
+    for number, (action, _) in list(node.state.operations.items()):
+        quick = isinstance(action, actions.OpenGate) or (
+            isinstance(action, actions.AwaitMemory) and not node.occupants(action.gpus[0])
+        )
+        if quick and number in node.state.operations:
+            apply(world, node, _ending(world, node, number, action))
+
+
+def _event(world: World, node: Node, move: Move) -> events.Event:
+    book = node.books[move.who] if move.kind not in ("memory", "memory_missing", "given_up", "review") else None
+    match move.kind:
+        case "say":
+            word = client.next_word(world, node, move.who)
+            assert word is not None, f"{move} though the client waits"
+            return client.say(world, node, move.who, word)
+        case "complete" | "complete_late":
+            return client.completes(book, move.rank)
+        case "done" | "stopped" | "delivered":
+            _ended(node, move)
+            return events.ActionDone(action=move.number)
+        case "memory":
+            return events.ActionDone(action=move.number, free={move.who: 1})
+        case "memory_missing" | "fails":
+            return events.ActionFailed(action=move.number, reason="it failed")
+        case "unanswered":
+            _ended(node, move)
+            return events.ActionUnknown(action=move.number, reason="silence")
+        case "review":
+            return events.TimerFired(timer="review", generation=node.state.timers["review"])
+        case "given_up":
+            timer = f"quarantine/{move.who}"
+            return events.TimerFired(timer=timer, generation=node.state.timers[timer])
+    return _mishap(node, move)
+
+
+def _mishap(node: Node, move: Move) -> events.Event:
+    book = node.books[move.who]
+    match move.kind:
+        case "dies":
+            node.active[move.who] &= ~(1 << move.rank)
+            return events.EngineDied(pipeline=book.id, dp_rank=move.rank, reason="it died")
+        case "trainer_fails":
+            return events.TrainerFailed(pipeline=book.id, reason="it broke")
+        case "overdue":
+            timer = f"hold/{min(book.leases)}"
+            return events.TimerFired(timer=timer, generation=node.state.timers[timer])
+        case "lost":
+            node.at[move.who] = client.GONE
+            return events.ClientLost(pipeline=book.id, reason="it is silent")
+        case "cancels":
+            node.at[move.who] = client.ASK_INIT if node.at[move.who] == client.INIT else client.ASK
+            return events.RequestCancelled(pipeline=book.id, seq=book.seq + 1, request=min(book.requests))
+        case "leaves":
+            node.at[move.who] = client.GONE
+            return events.PipelineLeft(pipeline=book.id, seq=book.seq + 1)
+    raise AssertionError(f"no move is called {move.kind}")
+
+
+def _ended(node: Node, move: Move) -> None:
+    """What is true of the processes once an action was carried out."""
+    action, subject = node.state.operations[move.number]
+    match action:
+        case actions.SleepEngine() | actions.KillEngine():
+            assert isinstance(subject, Engine)
+            node.active[move.who] &= ~(1 << subject.dp_rank)
+        case actions.StopPipeline():
+            node.active[move.who] = 0
+
+
+# --- what the scheduler may ask for, and when -----------------------------------------------------------------
+
+
+def _wake(node: Node, action: actions.WakeEngine) -> None:
+    number = _number(node, action.pipeline)
+    _must_be_empty(node, action.gpus, f"engine {action.pipeline}/{action.dp_rank} is woken")
+    node.active[number] |= 1 << action.dp_rank
+
+
+def _grant(node: Node, action: actions.GrantLease) -> None:
+    number = _number(node, action.pipeline)
+    lease = node.state.ledger.leases[action.epoch]
+    bit = INITIALISER if lease.priority is Priority.INITIALIZATION else TRAINER
+    _must_be_empty(node, action.gpus, f"{action.pipeline} is granted GPUs {list(action.gpus)}")
+    node.active[number] |= bit
+
+
+def _must_be_empty(node: Node, gpus: tuple[int, ...], what: str) -> None:
+    for gpu in gpus:
+        for number, bit in node.occupants(gpu):
+            whose = {TRAINER: "its trainer", INITIALISER: "its initialisation"}.get(bit, f"engine {bit.bit_length()-1}")
+            raise InvariantBroken(f"S2: {what} while GPU {gpu} is still used by {node.books[number].id} ({whose})")
+
+
+def _open(world: World, node: Node, action: actions.OpenGate) -> None:
+    book = node.books[_number(node, action.pipeline)]
+    engine = book.engines[action.dp_rank]
+    if engine.state is not EngineState.AWAKE or engine.version != action.version or action.version < 0:
+        raise InvariantBroken(f"S4: the gate of {engine.id} opens for version {action.version}; it has {engine.version}")
