@@ -31,7 +31,7 @@ def plan(
         near = regions.around((), (gpu for request in ledger.waiting for gpu in request.gpus))
         place_requests(draft, _demanders(ledger, near))
     classes = regions.everywhere if dirty is None else regions.around([*dirty, *draft.touched], gpus)
-    share_rollouts(draft, _demanders(ledger, classes), classes)
+    share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
     return draft.plan
 
 

@@ -66,6 +66,8 @@ def _blocker(draft: Draft, request: Request, gpu: int, closed: dict[int, Request
         return f"is held by {tenant}"
     if isinstance(tenant, Request):
         return f"is promised to {tenant}"
+    if gpu in draft.given:
+        return f"goes to {tenant.id}, whose pipeline has completed nothing for too long"
     if isinstance(tenant, Engine) and _shielded(draft, tenant, request):
         return f"is used by {tenant.id}, whose pipeline has completed nothing for too long"
     return ""
@@ -81,13 +83,15 @@ def _shielded(draft: Draft, engine: Engine, request: Request) -> bool:
 
 
 def _place_hungry(draft: Draft, book: PipelineBook, closed: dict[int, Request | PipelineBook]) -> None:
-    """One engine for a pipeline that comes before the requests that follow; else its place in the queue."""
+    """One engine for a pipeline that comes before the requests that follow; else its place in the queue. Not on GPUs
+    that it waits for itself: its own request may take those back at once."""
     if draft.up(book):
         return
+    own = {gpu for request in book.requests.values() for gpu in request.gpus}
     best: tuple[int, int] | None = None
     nearest: tuple[int, int] | None = None
     for engine in book.engines:
-        if engine.disabled or not all(draft.ledger.gpus[gpu].usable for gpu in engine.gpus):
+        if engine.disabled or not all(draft.ledger.gpus[gpu].usable and gpu not in own for gpu in engine.gpus):
             continue
         obstacles = sum(_obstacle(draft, gpu, closed) for gpu in engine.gpus)
         if obstacles:

@@ -29,10 +29,15 @@ class Regions:
         self.generation = ledger.mapping_generation
         self.class_of: list[GpuClass | None] = [None] * len(ledger.gpus)
         self.classes_of: dict[PipelineBook, list[GpuClass]] = {}
+        self.layout_of: dict[PipelineBook, int] = {}
+        """Pipelines with the same engines on the same GPUs have the same number."""
         on: list[list[int]] = [[] for _ in ledger.gpus]
         books = [book for book in ledger.books.values() if book.alive]
+        layouts: dict[tuple[tuple[int, ...], int], int] = {}
         for index, book in enumerate(books):
             self.classes_of[book] = []
+            infer = book.spec.infer
+            self.layout_of[book] = layouts.setdefault((infer.gpus, infer.tp), len(layouts))
             for gpu in book.rank_at:
                 on[gpu].append(index)
         classes: dict[tuple[int, ...], GpuClass] = {}

@@ -52,18 +52,20 @@ work left, dp_rank."""
 class Market:
     """The bundles of GPUs that could change hands, cheapest first, one heap for each layout of engines."""
 
-    def __init__(self, draft: Draft, survey: "Survey") -> None:
+    def __init__(self, draft: Draft, survey: "Survey", layout_of: dict[PipelineBook, int]) -> None:
+        self._layout_of = layout_of
         self.draft = draft
         self.survey = survey
         self.wishes = survey.wishes
-        self._heaps: dict[tuple[object, str], list[Cost]] = {}
+        self._heaps: dict[tuple[int, str], list[Cost]] = {}
 
     def best(self, book: PipelineBook, mode: str) -> Engine | None:
         """The cheapest engine of `book` whose GPUs can be had. Mode `idle`: from nobody with demand; `need`: also from
         donors above their share; `spare`: from those of them that are not nearly finished; `rich`: from those a whole
         engine above it; `turn`: from whoever had its turn."""
-        infer = book.spec.infer
-        key = ((infer.gpus, infer.tp), mode)
+        spare = mode == "spare"
+        mode = "need" if spare else mode
+        key = (self._layout_of[book], mode)
         heap = self._heaps.get(key)
         if heap is None:
             heap = self._heaps[key] = self._price_all(book, mode)
@@ -77,7 +79,7 @@ class Market:
                 continue
             if now != cost:
                 heapq.heappush(heap, now)
-            elif engine.disabled:
+            elif engine.disabled or (spare and cost[1] and -cost[3] < NEARLY_FINISHED):
                 kept.append(cost)  # of no use to this pipeline; others share the heap
             else:
                 found = engine
@@ -103,11 +105,9 @@ class Market:
         if len(engine.gpus) > 1:
             return self._price_wide(engine, mode)
         gpu = engine.gpus[0]
-        if not self.draft.ledger.gpus[gpu].usable:
-            return None
         victim = self.draft.tenant(gpu)
         if victim is None:
-            return (0, 0, 0, 0.0, engine.dp_rank)
+            return (0, 0, 0, 0.0, engine.dp_rank) if self.draft.ledger.gpus[gpu].usable else None
         if not isinstance(victim, Engine):
             return None
         wish = self.wishes.get(victim.book)
@@ -152,7 +152,7 @@ class Market:
         if mode != "turn":
             if remaining < wish.target or (mode == "rich" and remaining + 1 - wish.exact < WHOLE):
                 return -1
-            if mode != "need" and wish.left < NEARLY_FINISHED:
+            if mode == "rich" and wish.left < NEARLY_FINISHED:
                 return -1
         end = turn_end(engine, remaining == 0)
         if end is None or end > self.draft.ledger.now:
@@ -161,12 +161,14 @@ class Market:
         return remaining
 
 
-def share_rollouts(draft: Draft, demanders: list[PipelineBook], classes: list[GpuClass]) -> None:
+def share_rollouts(
+    draft: Draft, demanders: list[PipelineBook], classes: list[GpuClass], layout_of: dict[PipelineBook, int]
+) -> None:
     """Decide about every engine of the region; the answers are in `draft.plan`."""
     if not demanders or not classes:
         return
     survey = Survey(draft, demanders, classes)
-    market = Market(draft, survey)
+    market = Market(draft, survey, layout_of)
     everyone = list(survey.wishes.values())
     hungry = [wish for wish in everyone if wish.fresh]
     hungry.sort(key=lambda wish: (wish.book.hungry_since, wish.book.number))

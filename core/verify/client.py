@@ -7,7 +7,7 @@
 from core import events
 from core.ledger import Phase, PipelineBook
 from core.model import DemandPolicy, Priority, Role
-from core.verify.node import TRAINER, Node
+from core.verify.node import INITIALISER, TRAINER, Node
 from core.verify.world import Start, World
 
 (ASK_INIT, INIT, FIRST_OPEN, FIRST_SIGNAL, INIT_RELEASE, ROLLOUT, ASK, TRAIN, RELEASE, OPEN, SIGNAL, GONE) = range(12)
@@ -67,7 +67,7 @@ def say(world: World, node: Node, number: int, word: int) -> events.Message:
         case 3 | 10:  # FIRST_SIGNAL, SIGNAL
             return events.RolloutSignalled(**who, batch=book.opened_through)
         case 4 | 8:  # INIT_RELEASE, RELEASE
-            node.active[number] &= ~TRAINER
+            node.active[number] &= ~(TRAINER | INITIALISER)
             return events.LeaseReleased(**who, epoch=min(book.leases))
         case 5:  # ROLLOUT
             return events.BatchClosed(**who, batch=min(book.batches), reason="taken")

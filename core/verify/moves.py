@@ -178,6 +178,8 @@ def apply(world: World, node: Node, move: Move) -> Decision | None:
         node.now += TICK
         return None
     decision = decide(node.state, node.now, _event(world, node, move))
+    if node.faults == world.faults:
+        _must_please(node, decision)
     for action in decision.actions:
         match action:
             case actions.WakeEngine():
@@ -191,6 +193,16 @@ def apply(world: World, node: Node, move: Move) -> Decision | None:
     if world.coarse:
         _at_once(world, node)
     return decision
+
+
+def _must_please(node: Node, decision: Decision) -> None:
+    """As long as nothing has gone wrong, no client is refused anything, and none fails."""
+    for reply in decision.replies:
+        if reply.error is not None:
+            raise InvariantBroken(f"{reply.pipeline} did nothing wrong and is refused: {reply.error}")
+    for book in node.books:
+        if not book.alive:
+            raise InvariantBroken(f"nothing went wrong and {book.id} has failed: {book.reason}")
 
 
 def _at_once(world: World, node: Node) -> None:
