@@ -9,7 +9,7 @@ their memory is seen free, and the next wake is a cold one. Handlers ask `State`
 from core import actions, events
 from core.actions import Action, Emptying
 from core.errors import ProtocolError
-from core.ledger import Engine, EngineState, Gpu, Hold, Lease, PipelineBook, Request
+from core.ledger import Engine, EngineState, Gpu, Hold, Lease, Phase, PipelineBook, Request
 from core.model import OnPreempt, Priority
 from core.needs import expected_residue, tenant_need
 from core.reconciler import Kind, Step
@@ -281,6 +281,9 @@ def cut_off(state: State, book: PipelineBook, why: str) -> None:
     """Fail a pipeline that cannot do without a GPU that is gone; degrade one that can."""
     gone = {gpu: None for gpu in book.spec.union if state.ledger.gpus[gpu].gone}
     if not gone:
+        return
+    if book.phase is not Phase.READY:
+        state.fail(book, f"{why}: it cannot initialise without GPU {next(iter(gone))}")
         return
     for group in book.spec.groups:
         needed = [gpu for gpu in group.gpus if gpu in gone]

@@ -63,6 +63,8 @@ class LivenessOracles(Watcher):
         """Entry in which a pipeline last stopped wanting anything."""
         self._request_gone: dict[int, int] = {}
         """Entry in which a request for a GPU last ended without a grant."""
+        self._request_filed: dict[int, int] = {}
+        """Entry in which a GPU was last asked for."""
         self._last_failure = -1
         self.checks: dict[type, Callable[[Any], None]] = {
             events.TrajectoryCompleted: self._progress,
@@ -202,6 +204,8 @@ class LivenessOracles(Watcher):
         when = request.filed_at + self._request_bound(request)
         heapq.heappush(self._deadlines, (when, self._observed.entry, request.pipeline.id, request.number))
         self._touch_requested(request)
+        for id in request.gpus:
+            self._request_filed[id] = self._observed.entry
 
     def request_ended(self, request: Request) -> None:
         if not request.granted:
@@ -376,4 +380,7 @@ class LivenessOracles(Watcher):
             rivals = self._observed.gpus[id].engines
             if any(self._withdrawn.get(rival.pipeline.id, -1) > shrink.entry for rival in rivals):
                 return True
+            beside = (gpu for rival in rivals if rival is not engine for gpu in rival.gpus)
+            if any(self._request_filed.get(gpu, -1) > shrink.entry for gpu in beside):
+                return True  # a wider engine was to come, and somebody asked for another of its GPUs
         return False

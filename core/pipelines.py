@@ -387,6 +387,9 @@ def _demand_changed(state: State, message: events.DemandChanged) -> None:
     batch = _batch(book, message.batch)
     if not 0 <= message.delivered <= message.target:
         raise RequestError(f"{book.id}: batch {message.batch}: {message.delivered} delivered of {message.target}")
+    if message.delivered > batch.delivered or message.target > batch.target:
+        what = f"{batch.delivered} of {batch.target} cannot become {message.delivered} of {message.target}"
+        raise Conflict(f"{book.id}: batch {batch.batch}: {what} by dropping trajectories or giving them up")
     book.batches[batch.batch] = BatchState(
         batch=batch.batch, target=message.target, delivered=message.delivered, kind=batch.kind
     )

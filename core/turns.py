@@ -1,16 +1,17 @@
 """How long an engine may keep its GPUs against other rollouts, and against requests: residence and turns.
 
 Residence protects an engine from other pipelines' rollouts, once it is routable, for the time its pipeline declared.
-A *turn* is the residence of a pipeline's only engine. Where a trajectory that is cut off starts again from its
-prompt, a turn that completed nothing was for nothing, so it lasts until one trajectory is completed (or `limits.turn`
-is over). Nearly finished pipelines are spared for one more residence.
+A *turn* is the residence of a pipeline's only engine. A turn that completed nothing was for nothing where a trajectory
+that is cut off starts again from its prompt, and may have been elsewhere: with a short residence the engine is taken
+the moment it is routable, before it resumed anything. So a turn lasts until one trajectory is completed (or
+`limits.turn` is over). Nearly finished pipelines are spared for one more residence.
 
 Nothing here protects against non-rollout requests, but hunger does: see `outranks`.
 """
 
 from core.demand import due
 from core.ledger import UP, Engine, PipelineBook
-from core.model import Partial, Priority
+from core.model import Priority
 
 NEARLY_FINISHED = 0.1
 """Share of the open batches still to come below which a donor is spared."""
@@ -26,7 +27,7 @@ def turn_end(engine: Engine, only: bool) -> int | None:
         return None
     residence = book.spec.min_residence
     end = engine.routable_since + residence
-    if only and not engine.completed and book.spec.partial is Partial.RESTART:
+    if only and not engine.completed:
         end = engine.routable_since + max(residence, book.spec.limits.turn)
     elif book.left_fraction < NEARLY_FINISHED:
         end += residence

@@ -19,6 +19,7 @@ from core.verify.world import OLDEST, TICK, World, admitted
 
 PHASES = tuple(Phase)
 STATES = tuple(EngineState)
+PRIORITIES = tuple(Priority)
 HOLDS = tuple(Hold)
 PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}
 STATE_CODE = {state: code for code, state in enumerate(STATES)}
@@ -27,7 +28,6 @@ OPERATIONS = (
     None, actions.WakeEngine, actions.SyncEngine, actions.OpenGate, actions.SleepEngine, actions.KillEngine
 )  # fmt: skip
 OPERATION_CODE = {kind: code for code, kind in enumerate(OPERATIONS) if kind is not None}
-ENGINES = frozenset(OPERATION_CODE)
 
 # Canonical numbers. Any would do; these leave room for what comes before.
 NOW_TICK = 20
@@ -36,6 +36,10 @@ COUNT = 50
 VERSION = 9
 NO_AGE = 3
 NO_LAG = 7
+
+HEAD = 8
+"""Bytes of a pipeline before its batches; `ENGINE`: of an engine."""
+ENGINE = 3
 
 # Numbers of actions in flight: one at a time for each engine, GPU, and pipeline.
 STOP, GRANT, MEMORY, FIRST_ENGINE, NEXT = 1, 10, 20, 30, 200
@@ -50,12 +54,15 @@ class Codec:
         """The scratch node that `load` writes."""
         self._books = self.node.books
         self._index = {book.id: number for number, book in enumerate(self._books)}
-        self._holds = [f"hold/{number + 1}" for number in range(world.pipelines)]
         self._quarantines = [f"quarantine/{gpu}" for gpu in range(world.gpus)]
-        self._actions: dict[tuple[int, ...], actions.Action] = {}
+        self._signals = world.demand is not DemandPolicy.BATCH
         self._regions: dict[int, Regions] = {}
         """By which pipelines live."""
-        self._signals = world.demand is not DemandPolicy.BATCH
+        # What a few bytes mean is worked out once.
+        self._heads: list[dict[bytes, tuple]] = [{} for _ in self._books]
+        self._engines: list[dict[bytes, tuple]] = [{} for _ in range(8 * len(self._books))]
+        self._batches: dict[bytes, dict[int, BatchState]] = {}
+        self._memory = [actions.AwaitMemory(action=MEMORY + gpu, gpus=(gpu,), need=(0,)) for gpu in range(world.gpus)]
 
     def first(self) -> bytes:
         """The state in which everybody is admitted."""
@@ -75,7 +82,7 @@ class Codec:
         dues: list[tuple[int, int]] = []
         for number, book in enumerate(node.books):
             self._pack_book(out, node, number, book)
-            self._pack_engines(out, node, number, book, tick)
+            self._pack_engines(out, state, book, tick)
             if book.hungry_since >= 0:
                 aged = book.hungry_since // TICK < tick
                 dues.append((due(book.hungry_since, Priority.GENERATION), number | aged << 7))
@@ -83,83 +90,97 @@ class Codec:
                 aged = request.filed_at // TICK < tick
                 dues.append((request.due, number | 64 | aged << 7))
         for gpu in state.ledger.gpus:
-            self._pack_gpu(out, state, gpu)
-        if len(dues) > 1:
-            dues.sort()
-        out += [code for _, code in dues]
+            hold = gpu.hold
+            if hold is Hold.CLEARING or hold is Hold.QUARANTINED:
+                out += self._pack_clearing(state, gpu)
+            else:
+                out.append(HOLD_CODE[hold] | gpu.given_up << 3)
+        dues.sort()
+        for _, code in dues:
+            out.append(code)
         if state.dirty or state.dirty_gpus or state.replan or state.failing:
             raise InvariantBroken("something changed and was not planned for")
         return bytes(out)
 
     def _pack_book(self, out: list[int], node: Node, number: int, book: PipelineBook) -> None:
-        state = node.state
-        held = 0
+        held = asked = clearing = 0
         for lease in book.leases.values():
-            held = 1 + lease.priority
-        asked = 0
+            held += 1 + lease.priority
+            for _, subject in node.state.operations.values():
+                if subject is lease:
+                    held |= 16
         for request in book.requests.values():
-            asked = 1 + request.priority | request.promised << 4
+            asked += 1 + request.priority | request.promised << 4
         if len(book.leases) + len(book.requests) > 1:
             raise InvariantBroken(f"{book.id} has more than one lease or request")
-        on_its_way = 0
-        if held and state.operations:
-            on_its_way = any(isinstance(s, Lease) and s.book is book for _, s in state.operations.values())
+        for gpu in book.clearing:
+            clearing |= 1 << gpu
         stop = 0 if not book.stop else 1 if book.stop > 0 else 2
+        active, batches = node.active[number], book.batches
         out += (
-            node.at[number] | book.allocation << 4 | (book.published >= 0) << 5 | (book in state.unmet) << 6,
+            node.at[number] | book.allocation << 4 | (book.published >= 0) << 5 | (book in node.state.unmet) << 6,
             PHASE_CODE[book.phase] | stop << 3 | book.releasing << 5 | book.leave_asked << 6 | book.degraded << 7,
-            held | on_its_way << 4,
-            asked,
-            len(book.batches),
-            *(batch.delivered for batch in book.batches.values()),
+            held,
+            asked | len(batches) << 5,
+            self._said(book) if self._signals else 0,
+            active & 255,
+            active >> 8,
+            clearing,
         )
-        if self._signals:
-            out.append(book.signal | (0 if book.reported is None else 1 + book.reported) << 1)
-        active = node.active[number]
-        out += (active & 255, active >> 8, sum(1 << gpu for gpu in book.clearing))
+        for batch in batches.values():
+            out.append(batch.delivered)
 
-    def _pack_engines(self, out: list[int], node: Node, number: int, book: PipelineBook, tick: int) -> None:
-        state = node.state
-        ledger, operations = state.ledger, state.operations
+    @staticmethod
+    def _said(book: PipelineBook) -> int:
+        return book.signal | (0 if book.reported is None else 1 + book.reported) << 1
+
+    def _pack_engines(self, out: list[int], state: State, book: PipelineBook, tick: int) -> None:
+        promised, unserving = state.ledger.promised, state.ledger.unserving
         for engine in book.engines:
-            where = engine.state
-            up = where in UP
-            operation = lag = 0
+            where, deaths = engine.state, engine.deaths
+            operation = detail = 0
             if engine.operation:
-                action = operations[engine.operation][0]
-                operation = OPERATION_CODE[type(action)]
-                if operation == 1:
-                    lag = action.cold
-                elif operation == 2:
-                    lag = self._lag(book, action.version)
-            age = NO_AGE
-            if engine.routable_since >= 0 and (up or where is EngineState.DRAINING):
-                age = min(OLDEST, tick - engine.routable_since // TICK) if up else 0
-            version = self._lag(book, engine.version) if up or where is EngineState.DRAINING else NO_LAG
-            done = engine.completed > 0 and (up or engine.deaths > 0)
+                operation, detail = self._operation(book, state.operations[engine.operation][0])
+            age, lag, done = NO_AGE, NO_LAG, engine.completed > 0
+            if where in UP:
+                lag = self._lag(book, engine.version)
+                if engine.routable_since >= 0:
+                    age = min(OLDEST, tick - engine.routable_since // TICK)
+            elif where is EngineState.DRAINING:
+                lag = self._lag(book, engine.version)
+                age = 0 if engine.routable_since >= 0 else NO_AGE
+                done = done and deaths > 0
+            else:
+                done = done and deaths > 0
             out += (
                 STATE_CODE[where] | operation << 3 | engine.routable << 6 | engine.doomed << 7,
-                age | version << 2 | done << 5 | (engine in ledger.promised) << 6 | (engine in ledger.unserving) << 7,
-                lag | engine.strikes << 3 | engine.deaths << 5 | bool(engine.disabled) << 7,
+                age | lag << 2 | done << 5 | (engine in promised) << 6 | (engine in unserving) << 7,
+                detail | engine.strikes << 3 | deaths << 5 | (engine.disabled != "") << 7,
             )
+
+    def _operation(self, book: PipelineBook, action: actions.Action) -> tuple[int, int]:
+        if isinstance(action, actions.WakeEngine):
+            return 1, action.cold
+        if isinstance(action, actions.SyncEngine):
+            return 2, self._lag(book, action.version)
+        return OPERATION_CODE[type(action)], 0
 
     def _lag(self, book: PipelineBook, version: int) -> int:
         """Versions behind, as far as it makes a difference."""
         return NO_LAG if version < 0 else min(book.published - version, self.world.staleness + 1)
 
-    def _pack_gpu(self, out: list[int], state: State, gpu: Gpu) -> None:
-        hold = gpu.hold
-        code = HOLD_CODE[hold] | gpu.given_up << 3
-        if hold is not Hold.CLEARING and hold is not Hold.QUARANTINED:
-            out.append(code)
-            return
+    def _pack_clearing(self, state: State, gpu: Gpu) -> tuple[int, int]:
         watch = 0
         if gpu.watch in state.operations:
             clearing = state.operations[gpu.watch][1]
             assert isinstance(clearing, Clearing) and clearing.book.id == gpu.cleared_by, "watched for somebody else"
             source = clearing.source
             watch = 1 if source is None else 2 if isinstance(source, Lease) else 3 + source.dp_rank
-        out += (code | (self._quarantines[gpu.id] in state.timers) << 4, self._index[gpu.cleared_by] | watch << 4)
+        timed = self._quarantines[gpu.id] in state.timers
+        return (
+            HOLD_CODE[gpu.hold] | gpu.given_up << 3 | timed << 4,
+            self._index[gpu.cleared_by] | watch << 4,
+        )
 
     # --- load ------------------------------------------------------------------------------------------
 
@@ -168,10 +189,9 @@ class Codec:
         node = self.node
         state = node.state
         ledger = state.ledger
-        node.now = NOW_TICK * TICK + 40
+        node.now = ledger.now = NOW_TICK * TICK + 40
         node.faults, review = key[0], key[1]
         self._reset(state)
-        ledger.now = node.now
         if review & 127:
             state.review_at = (NOW_TICK + (review & 127) - 1) * TICK
             state.timers["review"] = 1
@@ -180,10 +200,17 @@ class Codec:
         alive = 0
         for number, book in enumerate(self._books):
             place = self._load_book(node, number, book, key, place)
-            place = self._load_engines(node, number, book, key, place)
+            place = self._load_engines(state, number, book, key, place)
             alive |= book.alive << number
         for gpu in ledger.gpus:
-            place = self._load_gpu(state, gpu, key, place)
+            code = key[place]
+            gpu.hold = HOLDS[code & 7]
+            gpu.given_up = code & 8 > 0
+            gpu.watch = 0
+            place += 1
+            if gpu.hold is Hold.CLEARING or gpu.hold is Hold.QUARANTINED:
+                self._load_clearing(state, gpu, code, key[place])
+                place += 1
         if ledger.mapping_generation != alive or state.regions is not self._regions.get(alive):
             self._map(state, alive)
         if place < len(key):
@@ -203,58 +230,63 @@ class Codec:
             gpu.promised = gpu.engine = gpu.lease = None
 
     def _load_book(self, node: Node, number: int, book: PipelineBook, key: bytes, place: int) -> int:
+        code = key[place : place + HEAD]
+        head = self._heads[number].get(code)
+        if head is None:
+            head = self._heads[number][code] = self._head(code)
+        (
+            node.at[number], book.allocation, book.published, unmet, book.phase, stop, book.releasing,
+            book.leave_asked, book.degraded, held, asked, batches, book.signal, book.reported, node.active[number],
+            clearing,
+        ) = head  # fmt: skip
         state = node.state
-        first, second, held, asked, batches = key[place : place + 5]
-        place += 5
-        node.at[number] = first & 15
-        book.allocation = bool(first & 16)
-        book.published = VERSION if first & 32 else -1
-        if first & 64:
+        if unmet:
             state.unmet[book] = None
-        book.phase = PHASES[second & 7]
-        stop = second >> 3 & 3
-        book.stop = (0, STOP + number, -1)[stop]
-        if stop == 1:
-            state.operations[STOP + number] = self._stop(number, book), book
-        book.releasing, book.leave_asked, book.degraded = bool(second & 32), bool(second & 64), bool(second & 128)
+        book.stop = stop
+        if stop > 0:
+            book.stop = STOP + number
+            state.operations[book.stop] = actions.StopPipeline(action=book.stop, pipeline=book.id, reason=""), book
         book.seq = 1
         book.reason = ""
         book.requests_through = book.opened_through = COUNT
         book.requests, book.leases = {}, {}
+        book.clearing = dict.fromkeys(clearing)
+        book.hungry_since = -1
         if held:
             self._lease(state, number, book, held)
         if asked:
             self._ask(state, book, asked)
+        place += HEAD
         self._load_batches(book, key[place : place + batches])
-        place += batches
-        book.signal, book.reported = False, None
-        if self._signals:
-            said = key[place]
-            place += 1
-            book.signal = bool(said & 1)
-            book.reported = (said >> 1) - 1 if said >> 1 else None
-        node.active[number] = key[place] | key[place + 1] << 8
-        clearing = key[place + 2]
-        book.clearing = {gpu: None for gpu in range(self.world.gpus) if clearing >> gpu & 1} if clearing else {}
-        book.hungry_since = -1
-        return place + 3
+        return place + batches
+
+    def _head(self, code: bytes) -> tuple:
+        """What the first bytes of a pipeline mean; `_load_book` says in which order."""
+        first, second, held, asked, said, active, more, clearing = code
+        return (
+            first & 15, first & 16 > 0, VERSION if first & 32 else -1, first & 64 > 0,
+            PHASES[second & 7], (0, 1, -1)[second >> 3 & 3], second & 32 > 0, second & 64 > 0, second & 128 > 0,
+            held, asked & 31, asked >> 5, said & 1 > 0, (said >> 1) - 1 if said >> 1 else None, active | more << 8,
+            tuple(gpu for gpu in range(self.world.gpus) if clearing >> gpu & 1),
+        )  # fmt: skip
 
     def _load_batches(self, book: PipelineBook, delivered: bytes) -> None:
-        first = COUNT - len(delivered) + 1
-        target = self.world.target
-        book.batches = {
-            first + i: BatchState(batch=first + i, target=target, delivered=done) for i, done in enumerate(delivered)
-        }
-        book.open_target = target * len(delivered)
+        found = self._batches.get(delivered)
+        if found is None:
+            first, target = COUNT - len(delivered) + 1, self.world.target
+            found = self._batches[delivered] = {
+                first + i: BatchState(batch=first + i, target=target, delivered=n) for i, n in enumerate(delivered)
+            }
+        book.batches = dict(found)
+        book.open_target = self.world.target * len(delivered)
         book.open_demand = book.planned_at = book.open_target - sum(delivered)
 
     def _lease(self, state: State, number: int, book: PipelineBook, held: int) -> None:
-        request = self._request(book, held & 15)
-        lease = Lease(number + 1, request, 0)
+        lease = Lease(number + 1, self._request(book, held), 0)
         book.leases[lease.epoch] = state.ledger.leases[lease.epoch] = lease
         if lease.priority is Priority.INITIALIZATION:
             state.ledger.init = lease
-        state.timers[self._holds[number]] = 1
+        state.timers[f"hold/{number + 1}"] = 1
         for gpu in lease.gpus:
             state.ledger.gpus[gpu].lease = lease
         if held & 16:
@@ -277,103 +309,95 @@ class Codec:
             ledger.gpus[gpu].promised = request
 
     def _request(self, book: PipelineBook, asked: int) -> Request:
-        priority = Priority((asked & 15) - 1)
+        priority = PRIORITIES[(asked & 15) - 1]
         train = book.spec.group(Role.ACTOR_TRAIN)
         assert train is not None
         gpus = book.spec.union if priority is Priority.INITIALIZATION else train.gpus
         request = Request(book, COUNT, Role.ACTOR_TRAIN, priority, gpus, 0, 0)
-        request.promised = bool(asked & 16)
+        request.promised = asked & 16 > 0
         return request
 
-    def _load_engines(self, node: Node, number: int, book: PipelineBook, key: bytes, place: int) -> int:
-        state = node.state
+    def _load_engines(self, state: State, number: int, book: PipelineBook, key: bytes, place: int) -> int:
         ledger = state.ledger
-        book.up = {}
-        for engine in book.engines:
-            first, second, third = key[place : place + 3]
-            place += 3
-            engine.state = STATES[first & 7]
-            engine.routable, engine.doomed = bool(first & 64), first > 127
-            age, lag = second & 3, second >> 2 & 7
-            engine.routable_since = -1 if age == NO_AGE else (NOW_TICK - age) * TICK
-            engine.version = -1 if lag == NO_LAG else VERSION - lag
-            engine.completed = second >> 5 & 1
-            engine.strikes, engine.deaths = third >> 3 & 3, third >> 5 & 3
-            engine.disabled = "it may not be used" if third > 127 else ""
+        gpus = ledger.gpus
+        up: dict[int, Engine] = {}
+        for rank, engine in enumerate(book.engines):
+            code = key[place : place + ENGINE]
+            place += ENGINE
+            known = self._engines[8 * number + rank]
+            found = known.get(code)
+            if found is None:
+                found = known[code] = self._engine(number, engine, code)
+            (
+                engine.state, engine.routable, engine.doomed, engine.routable_since, engine.version, engine.completed,
+                engine.strikes, engine.deaths, engine.disabled, action, promised, unserving, holds, counts,
+            ) = found  # fmt: skip
             engine.operation = 0
-            operation = first >> 3 & 7
-            if operation:
-                engine.operation = FIRST_ENGINE + number * 8 + engine.dp_rank
-                action = self._engine_action(engine, OPERATIONS[operation], third & 7)
-                state.operations[engine.operation] = action, engine
-            promised = second & 64
+            if action is not None:
+                engine.operation = action.action
+                state.operations[action.action] = action, engine
             if promised:
                 ledger.promised[engine] = None
                 for gpu in engine.gpus:
-                    ledger.gpus[gpu].promised = engine
-            if engine.holds:
+                    gpus[gpu].promised = engine
+            if holds:
                 for gpu in engine.gpus:
-                    ledger.gpus[gpu].engine = engine
-            if second > 127:
+                    gpus[gpu].engine = engine
+            if unserving:
                 ledger.unserving[engine] = None
             if engine.doomed:
                 ledger.doomed[engine] = None
-            if promised or (engine.state in UP and not engine.doomed):
-                book.up[engine.dp_rank] = engine
+            if counts:
+                up[rank] = engine
+        book.up = up
         return place
 
-    def _engine_action(self, engine: Engine, kind: type[actions.Action], detail: int) -> actions.Action:
-        code = engine.operation, OPERATION_CODE[kind], detail, engine.version
-        found = self._actions.get(code)
-        if found is None:
-            who = {"action": engine.operation, "pipeline": engine.book.id, "dp_rank": engine.dp_rank, "epoch": 0}
-            if kind is actions.WakeEngine:
-                more = {"gpus": engine.gpus, "cold": bool(detail)}
-            elif kind is actions.SyncEngine:
-                more = {"version": -1 if detail == NO_LAG else VERSION - detail}
-            elif kind is actions.OpenGate:
-                more = {"version": engine.version}
-            elif kind is actions.SleepEngine:
-                more = {"emptying": Emptying.ABORT}
-            else:
-                more = {"reason": ""}
-            found = self._actions[code] = kind(**who, **more)
-        return found
+    def _engine(self, number: int, engine: Engine, code: bytes) -> tuple:
+        """What the bytes of an engine mean; `_load_engines` says in which order."""
+        first, second, third = code
+        state, doomed, promised = STATES[first & 7], first > 127, second & 64 > 0
+        age, lag = second & 3, second >> 2 & 7
+        version = -1 if lag == NO_LAG else VERSION - lag
+        kind = OPERATIONS[first >> 3 & 7]
+        action = None
+        if kind is not None:
+            action = self._engine_action(FIRST_ENGINE + 8 * number + engine.dp_rank, kind, engine, third & 7, version)
+        return (
+            state, first & 64 > 0, doomed, -1 if age == NO_AGE else (NOW_TICK - age) * TICK, version, second >> 5 & 1,
+            third >> 3 & 3, third >> 5 & 3, "it may not be used" if third > 127 else "", action, promised,
+            second > 127, state in UP or state is EngineState.DRAINING, promised or (state in UP and not doomed),
+        )  # fmt: skip
 
-    def _load_gpu(self, state: State, gpu: Gpu, key: bytes, place: int) -> int:
-        code = key[place]
-        gpu.hold = HOLDS[code & 7]
-        gpu.given_up = bool(code & 8)
-        gpu.watch = 0
-        gpu.cleared_by = ""
-        if gpu.hold is not Hold.CLEARING and gpu.hold is not Hold.QUARANTINED:
-            return place + 1
+    @staticmethod
+    def _engine_action(
+        action: int, kind: type[actions.Action], engine: Engine, detail: int, version: int
+    ) -> actions.Action:
+        who = {"action": action, "pipeline": engine.book.id, "dp_rank": engine.dp_rank, "epoch": 0}
+        if kind is actions.WakeEngine:
+            return actions.WakeEngine(**who, gpus=engine.gpus, cold=bool(detail))
+        if kind is actions.SyncEngine:
+            return actions.SyncEngine(**who, version=-1 if detail == NO_LAG else VERSION - detail)
+        if kind is actions.OpenGate:
+            return actions.OpenGate(**who, version=version)
+        if kind is actions.SleepEngine:
+            return actions.SleepEngine(**who, emptying=Emptying.ABORT)
+        return actions.KillEngine(**who, reason="")
+
+    def _load_clearing(self, state: State, gpu: Gpu, code: int, more: int) -> None:
         if code & 16:
             state.timers[self._quarantines[gpu.id]] = 1
-        more = key[place + 1]
         book = self._books[more & 15]
         gpu.cleared_by = book.id
         watch = more >> 4
         if watch:
             gpu.watch = MEMORY + gpu.id
-            source = None if watch == 1 else self._gone_lease(book) if watch == 2 else book.engines[watch - 3]
-            state.operations[gpu.watch] = self._memory(gpu), Clearing(gpu.id, book, source)
-        return place + 2
+            source = None if watch == 1 else self._over(book) if watch == 2 else book.engines[watch - 3]
+            state.operations[gpu.watch] = self._memory[gpu.id], Clearing(gpu.id, book, source)
 
     @staticmethod
-    def _gone_lease(book: PipelineBook) -> Lease:
-        """A lease that is over; all that is asked of it is what it was."""
+    def _over(book: PipelineBook) -> Lease:
+        """A lease that is over; all that is asked of it is that it was one."""
         return Lease(0, Request(book, 0, Role.ACTOR_TRAIN, Priority.ACTOR_TRAINING, (), 0, 0), 0)
-
-    def _memory(self, gpu: Gpu) -> actions.Action:
-        code = (MEMORY + gpu.id,)
-        found = self._actions.get(code)
-        if found is None:
-            found = self._actions[code] = actions.AwaitMemory(action=gpu.watch, gpus=(gpu.id,), need=(0,))
-        return found
-
-    def _stop(self, number: int, book: PipelineBook) -> actions.Action:
-        return actions.StopPipeline(action=STOP + number, pipeline=book.id, reason="")
 
     def _load_dues(self, key: bytes, place: int) -> None:
         """Instants in the order in which they come due, as late as that order allows."""

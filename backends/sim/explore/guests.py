@@ -38,7 +38,7 @@ SENSIBLE = (
     "close", "ask_train", "await", "release", "release_rollout",
 )  # fmt: skip
 ODD = ("again", "other", "ask_init", "ask_train", "ask_bad", "cancel", "release", "release_bad", "open", "open_bad",
-       "complete", "close", "signal", "repeat", "nonsense", "nonsense", "idle", "swap")  # fmt: skip
+       "complete", "lie", "close", "signal", "repeat", "nonsense", "nonsense", "idle", "swap")  # fmt: skip
 
 
 def draw(case: Case, seed: int) -> Case:
@@ -222,18 +222,23 @@ class Client:
 
     async def open(self, move: Move) -> None:
         number, self._next_batch = self._next_batch, self._next_batch + 1
-        self._batches[number] = 0
         self._port.batch_opened(number, 1 + move.number, BatchKind.EVAL if move.number % 3 == 2 else BatchKind.TRAIN)
+        self._batches[number] = 0
 
     async def open_bad(self, move: Move) -> None:
         self._port.batch_opened(self._next_batch - move.number % 3, 1 - move.number, BatchKind.TRAIN)
 
     async def complete(self, move: Move) -> None:
-        """Says that a trajectory of its newest batch is done; perhaps one too many."""
+        """Says that a trajectory of its newest batch is done; or two at once, or one too many."""
         if self._batches:
             number = max(self._batches)
             self._batches[number] += 1 + move.number % 2
-            self._port.demand_changed(number, 12, self._batches[number], "so it says")
+            self._port.trajectory_completed(number, self._batches[number], move.number, 0, 0, ())
+
+    async def lie(self, move: Move) -> None:
+        """Counts what it never delivered as dropped."""
+        if self._batches:
+            self._port.demand_changed(max(self._batches), 12 - move.number, move.number, "so it says")
 
     async def close(self, move: Move) -> None:
         if self._batches:
@@ -288,7 +293,7 @@ MOVES: dict[str, Callable[..., Awaitable[None]]] = {
     "ask_train": Client.ask_train, "ask_bad": Client.ask_bad, "await": Client.wait_for_lease, "cancel": Client.cancel,
     "release": Client.release, "release_bad": Client.release_bad, "swap": Client.swap, "init": Client.init,
     "publish": Client.publish, "offload": Client.offload, "open": Client.open, "open_bad": Client.open_bad,
-    "complete": Client.complete, "close": Client.close, "signal": Client.signal,
+    "complete": Client.complete, "lie": Client.lie, "close": Client.close, "signal": Client.signal,
     "release_rollout": Client.release_rollout, "idle": Client.idle, "repeat": Client.repeat,
     "nonsense": Client.nonsense,
 }  # fmt: skip

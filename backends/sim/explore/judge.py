@@ -20,7 +20,7 @@ from backends.sim.world import Options
 from core import actions
 from core.backend import Clock
 from core.config import Fault
-from core.errors import InvariantBroken, TurnstileError, WorldError
+from core.errors import InvariantBroken, RequestError, TurnstileError, WorldError
 from core.events import FaultInjected, Message, PipelineEnded
 from core.ledger import Hold
 from core.pipeline import describe, wait_until
@@ -193,7 +193,7 @@ class Trial:
     def _of_monitor(self, result: Result) -> Finding | None:
         """A crash inside a pipeline comes first: what the rules say after it may be its echo."""
         for name, error in result.errors.items():
-            if error is not None and not isinstance(error, WorldError):
+            if error is not None and not isinstance(error, WorldError | RequestError):
                 return self._finding("crash", type(error).__name__, f"{name}: {describe(error)}")
         for violation in result.violations:
             return self._finding(violation.rule, result.outcome, violation.detail, violation.at_ns)
@@ -206,7 +206,7 @@ class Trial:
         for job in self.case.scenario.jobs:
             error = result.errors.get(job.spec.id)
             if error is not None and not swarm.excuse(self.case.scenario, job, struck):
-                return self._finding("unexcused", result.outcome, f"{job.spec.id}: {describe(error)}")
+                return self._finding("unexcused", type(error).__name__, f"{job.spec.id}: {describe(error)}")
         return None
 
     def _of_rest(self) -> Finding | None:
