@@ -126,6 +126,7 @@ def watch_gpu(state: State, gpu: int, book: PipelineBook, source: Engine | Lease
     """Ask to be told when the GPU's memory is back: as much as its next tenant declared, plus the margin."""
     ledger = state.ledger
     device = ledger.gpus[gpu]
+    half = book.spec.limits.release // 2
     promised = device.promised
     need = ledger.need[gpu]
     if promised is not None:
@@ -133,7 +134,7 @@ def watch_gpu(state: State, gpu: int, book: PipelineBook, source: Engine | Lease
     device.watch = state.ask(
         actions.AwaitMemory, Clearing(gpu, book, source), book.spec.limits.release,
         gpus=(gpu,), need=(need,), expect=(max(need, _expected_free(state, gpu) - device.growth),),
-        patience=min(PATIENCE, book.spec.limits.release // 2),
+        patience=min(PATIENCE, half) if book.alive else half,  # whoever is over is to leave nothing behind
     )  # fmt: skip
 
 

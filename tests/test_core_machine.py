@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 import pytest
-from core_world import MEMORY, CoreWorld, S, spec
+from core_world import MEMORY, CoreWorld, spec
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Phases
 from hypothesis import strategies as st
@@ -385,4 +385,3 @@ def test_the_machine_can_fail() -> None:
         world.sleep(0) or world.feed(events.TimerFired(timer="none", generation=0))
 
 
-assert S

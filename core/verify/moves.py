@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 from core import actions, events
 from core.errors import InvariantBroken
-from core.ledger import Engine, EngineState, Hold, Lease
+from core.ledger import Engine, EngineState, Hold
 from core.model import Priority
 from core.scheduler import Decision, decide
-from core.state import Clearing
 from core.verify import client
 from core.verify.node import INITIALISER, TRAINER, Node
 from core.verify.world import RESIDENCE, TICK, TURN, Start, World
@@ -48,13 +47,6 @@ class Move(NamedTuple):
     cost: int = 0
 
 
-class Rules(NamedTuple):
-    """What `enabled` needs to know of a world, worked out once."""
-
-    world: World
-    pipelines: int
-
-
 def memory_class(world: World, gpu: int) -> int:
     return world.pipelines * CLASSES + gpu
 
@@ -71,19 +63,19 @@ def time_class(world: World) -> int:
 
 
 def enabled(world: World, node: Node) -> list[Move]:
-    """Every move from this state. Faults last."""
+    """Every move from this state. Time first, which leaves the books alone; faults last."""
     found = []
+    due = 0 <= node.state.review_at <= node.now
+    if not due and _time_may_pass(node):
+        found.append(Move("tick", fair=time_class(world)))
     for number in range(world.pipelines):
         if client.next_word(world, node, number) is not None:
             found.append(Move("say", number, fair=number * CLASSES))
         found += _completions(world, node, number)
     for number, (action, _) in node.state.operations.items():
         found.append(_ending(world, node, number, action))
-    due = 0 <= node.state.review_at <= node.now
     if due:
         found.append(Move("review", fair=review_class(world)))
-    elif _time_may_pass(node):
-        found.append(Move("tick", fair=time_class(world)))
     found += _overdue_quarantines(world, node)
     if node.faults:
         found += _faults(world, node)
@@ -193,6 +185,11 @@ def apply(world: World, node: Node, move: Move) -> Decision | None:
     if world.coarse:
         _at_once(world, node)
     return decision
+
+
+def undo_tick(node: Node) -> None:
+    """Take a tick back; nothing but the clock has changed."""
+    node.now -= TICK + 1
 
 
 def _must_please(node: Node, decision: Decision) -> None:

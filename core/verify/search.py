@@ -91,16 +91,22 @@ def _expand(graph: Graph, codec: Codec, state: int) -> None:
         return
     graph.hungry.append(_bits(node, hungry=True))
     graph.asking.append(_bits(node, hungry=False))
+    fresh = True
     for move in moves.enabled(world, node):
-        node = codec.load(key)
+        if not fresh:
+            node = codec.load(key)
         try:
             moves.apply(world, node, move)
             found = codec.pack(node)
         except InvariantBroken as error:
             graph.broken = state, move, str(error)
             return
-        if found == key and move.kind == "tick":
-            continue
+        fresh = False
+        if move.kind == "tick":
+            moves.undo_tick(node)
+            fresh = True
+            if found == key:
+                continue
         graph.targets.append(graph.number(found, state))
         graph.classes.append(FAULT if move.cost else move.fair)
     graph.first_out.append(len(graph.targets))
