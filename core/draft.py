@@ -10,7 +10,7 @@ from core.ledger import Engine, Lease, Ledger, PipelineBook, Request
 class Plan:
     """What should change. Lists are in order of decision; every entry says why in one clause."""
 
-    __slots__ = ("grants", "expands", "shrinks", "revoked", "waits", "review_at", "unmet")
+    __slots__ = ("grants", "expands", "shrinks", "revoked", "waits", "review_at", "unmet", "beyond")
 
     def __init__(self) -> None:
         self.grants: list[tuple[Request, str]] = []
@@ -25,6 +25,9 @@ class Plan:
         """When time alone (a residence, a turn) will make another plan possible."""
         self.unmet: dict[PipelineBook, None] = {}
         """Pipelines that wait for somebody else's turn or residence to end."""
+        self.beyond: dict[PipelineBook, None] = {}
+        """Pipelines that lost an engine and have GPUs outside the region that was planned: there, too, is something to
+        decide now."""
 
     @property
     def empty(self) -> bool:

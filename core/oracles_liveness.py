@@ -32,7 +32,7 @@ EXCUSES = 8
 
 
 class Shrink(NamedTuple):
-    """The last time an engine was put to sleep."""
+    """An engine was to be put to sleep; as things were when that was decided, for it may take a while to begin."""
 
     entry: int
     wanted: bool
@@ -59,6 +59,8 @@ class LivenessOracles(Watcher):
         self._parked: dict[tuple[str, int], list[Gpu]] = {}
         self._last_up: dict[str, int] = {}
         self._shrinks: dict[Engine, Shrink] = {}
+        self._decided: dict[Engine, Shrink] = {}
+        """Shrinks that were decided and have not begun."""
         self._withdrawn: dict[str, int] = {}
         """Entry in which a pipeline last stopped wanting anything."""
         self._request_gone: dict[int, int] = {}
@@ -76,6 +78,7 @@ class LivenessOracles(Watcher):
             events.TrainerFailed: self._own_failure,
             events.EngineSuspected: self._own_failure,
             events.NodeLeft: self._node_left,
+            actions.Note: self._resize_decided,
             actions.SleepEngine: self._sleep,
             actions.WakeEngine: self._wake,
         }
@@ -340,10 +343,19 @@ class LivenessOracles(Watcher):
 
     # --- L5: thrash ------------------------------------------------------------------------------------
 
+    def _resize_decided(self, note: actions.Note) -> None:
+        engine = self._observed.engine(note.pipeline, note.dp_rank) if note.kind in ("shrink", "expand") else None
+        if engine is not None:
+            self._decided.pop(engine, None)
+            if note.kind == "shrink":
+                self._decided[engine] = self._shrink(engine)
+
     def _sleep(self, action: actions.SleepEngine) -> None:
         engine = self._observed.engine(action.pipeline, action.dp_rank)
-        if engine is None:
-            return
+        if engine is not None:
+            self._shrinks[engine] = self._decided.pop(engine, None) or self._shrink(engine)
+
+    def _shrink(self, engine: Engine) -> Shrink:
         pipeline, now = engine.pipeline, self._observed.now
         wanted = pipeline.wants_rollout and not pipeline.releasing and not engine.failing
         since = engine.routable_since
@@ -351,7 +363,7 @@ class LivenessOracles(Watcher):
         spare = pipeline.up > pipeline.demand
         asked_for = any(self._observed.gpus[gpu].waiting for gpu in engine.gpus)
         early = wanted and young and not spare and not asked_for
-        self._shrinks[engine] = Shrink(self._observed.entry + 1, wanted, early)
+        return Shrink(self._observed.entry + 1, wanted, early)
 
     def _wake(self, action: actions.WakeEngine) -> None:
         engine = self._observed.engine(action.pipeline, action.dp_rank)

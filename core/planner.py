@@ -7,7 +7,8 @@ planning again at once gives an empty plan. Two passes:
 1. `core.queueing`: non-rollout requests, in order of `demand.due`, their whole mapping or nothing.
 2. `core.rollouts`: engines for everyone with rollout demand, on what the first pass left.
 
-A plan looks at the region around what changed (`core.regions`); `dirty=None` looks at everything.
+A plan looks at the region around what changed (`core.regions`); `dirty=None` looks at everything. Whoever lost an
+engine there may have to grow elsewhere: those are in `Plan.beyond`, for the next plan of the same decision.
 """
 
 from collections.abc import Iterable
@@ -32,6 +33,12 @@ def plan(
         place_requests(draft, _demanders(ledger, near))
     classes = regions.everywhere if dirty is None else regions.around([*dirty, *draft.touched], gpus)
     share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
+    while dirty is not None:  # a donor may find something instead on GPUs that were no concern of this plan so far
+        wider = regions.around(draft.touched, (cls.gpus[0] for cls in classes))
+        if len(wider) == len(classes):
+            break
+        classes = wider
+        share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
     return draft.plan
 
 

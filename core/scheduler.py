@@ -52,7 +52,7 @@ def decide(state: State, now: int, event: events.Event) -> Decision:
     while state.failing:
         book, tell = state.failing.pop(0)
         teardown(state, book, tell)
-    if state.replan:
+    while state.replan:
         _replan(state)
     for step in reconcile(state.ledger):
         start(state, step)
@@ -70,6 +70,8 @@ def _replan(state: State) -> None:
     _promise(state, made)
     if made.unmet:
         state.unmet.update(made.unmet)
+    for book in made.beyond:
+        state.touch(book)
     state.contended = bool(state.unmet)
     if made.review_at is not None and not 0 <= state.review_at <= made.review_at:
         state.review_at = made.review_at

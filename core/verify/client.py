@@ -33,17 +33,10 @@ def next_word(world: World, node: Node, number: int) -> int | None:
     if at == ROLLOUT:
         return at if _full(book) else None
     if at in (INIT, TRAIN):
-        return at if book.leases and not delivering(node, book) else None
+        return at if book.leases else None
     if at == ASK_INIT and world.start is Start.INCIDENT and number and not node.books[number - 1].allocation:
         return None
     return at
-
-
-def delivering(node: Node, book: PipelineBook) -> bool:
-    """Whether a grant is on its way to this client."""
-    return bool(node.state.operations) and any(
-        subject in book.leases.values() for _, subject in node.state.operations.values()
-    )
 
 
 def _full(book: PipelineBook) -> bool:
@@ -85,7 +78,7 @@ def _after(world: World, book: PipelineBook, word: int) -> int:
     return min(word + 1, GONE)
 
 
-def completes(book: PipelineBook, dp_rank: int, epoch: int = 0) -> events.TrajectoryCompleted:
+def completes(book: PipelineBook, dp_rank: int) -> events.TrajectoryCompleted:
     """A trajectory of the oldest batch that wants one."""
     batch = book.batches[min(n for n, batch in book.batches.items() if batch.demand)]
     return events.TrajectoryCompleted(

@@ -3,15 +3,16 @@
 A move that stays possible happens at last (weak fairness, `Move.fair`): clients go on, trajectories are completed,
 operations end, due timers ring, time passes. Faults need not happen. Each costs one of the world's faults:
 
-* an operation fails, or gives no answer though it was done; a pipeline's stop does; a grant is not delivered;
+* an operation fails, or gives no answer though it was done; a pipeline's stop does;
 * memory that is free is not seen free in time; an engine dies;
-* a trainer fails, a client is lost, or holds its lease too long, or cancels its request and asks again, or leaves.
+* a trainer fails, a client is lost, or holds its lease too long, or cancels a request (granted meanwhile or not) and
+  asks again, or leaves.
 
 What follows from a fault is free: memory under a process that lives on is not seen free, and a quarantine may
 last longer than its limit.
 
-An answer of a client to a grant, a confirmation or the news that it failed changes nothing in the books if it is
-"done", so these are delivered at once; a grant only while no fault can hit it any more.
+That a grant, a confirmation or the news of a failure was delivered changes nothing in the books, so they are delivered
+at once, as the service does.
 """
 
 from collections.abc import Iterator
@@ -22,14 +23,17 @@ from core.errors import InvariantBroken
 from core.ledger import Engine, EngineState, Hold
 from core.model import Priority
 from core.scheduler import Decision, decide
+from core.state import Clearing
 from core.verify import client
 from core.verify.node import INITIALISER, TRAINER, Node
 from core.verify.world import RESIDENCE, TICK, TURN, Start, World
 
 UNFAIR = 255
 """`Move.fair` of what need not happen, however long it is possible."""
-CLASSES = 20
-"""Fairness classes of one pipeline: its client, its grant, its stop, and two for each of at most 8 engines."""
+CLIENT, STOPS, COMPLETES, OPERATES = 0, 1, 2, 10
+CLASSES = 18
+"""Fairness classes of one pipeline: what its client says, its stop, and for each of at most 8 engines what it completes
+and how its operations end."""
 DELIVERED = (actions.ConfirmRelease, actions.FailPipeline, actions.GrantLease)
 
 
@@ -70,7 +74,7 @@ def enabled(world: World, node: Node) -> list[Move]:
         found.append(Move("tick", fair=time_class(world)))
     for number in range(world.pipelines):
         if client.next_word(world, node, number) is not None:
-            found.append(Move("say", number, fair=number * CLASSES))
+            found.append(Move("say", number, fair=number * CLASSES + CLIENT))
         found += _completions(world, node, number)
     for number, (action, _) in node.state.operations.items():
         found.append(_ending(world, node, number, action))
@@ -91,7 +95,7 @@ def _completions(world: World, node: Node, number: int) -> Iterator[Move]:
     for engine in book.engines:
         if engine.routable_since >= 0 and book.published - engine.version <= world.staleness:
             if engine.routable:
-                yield Move("complete", number, engine.dp_rank, number * CLASSES + 4 + engine.dp_rank)
+                yield Move("complete", number, engine.dp_rank, number * CLASSES + COMPLETES + engine.dp_rank)
             elif engine.state is EngineState.DRAINING:
                 yield Move("complete_late", number, engine.dp_rank)
 
@@ -103,11 +107,9 @@ def _ending(world: World, node: Node, number: int, action: actions.Action) -> Mo
         kind = "memory_missing" if node.occupants(gpu) else "memory"
         return Move(kind, gpu, fair=memory_class(world, gpu), number=number)
     who = _number(node, action.pipeline)
-    if isinstance(action, actions.GrantLease):
-        return Move("delivered", who, fair=who * CLASSES + 1, number=number)
     if isinstance(action, actions.StopPipeline):
-        return Move("stopped", who, fair=who * CLASSES + 2, number=number)
-    return Move("done", who, action.dp_rank, who * CLASSES + 12 + action.dp_rank, number)
+        return Move("stopped", who, fair=who * CLASSES + STOPS, number=number)
+    return Move("done", who, action.dp_rank, who * CLASSES + OPERATES + action.dp_rank, number)
 
 
 def _number(node: Node, pipeline: str) -> int:
@@ -153,7 +155,7 @@ def _faults(world: World, node: Node) -> Iterator[Move]:
         if book.leases:
             yield Move("trainer_fails", number, cost=1)
             yield Move("overdue", number, cost=1)
-        if book.requests:
+        if book.requests or (book.leases and node.at[number] in (client.INIT, client.TRAIN)):
             yield Move("cancels", number, cost=1)
         yield Move("lost", number, cost=1)
         yield Move("leaves", number, cost=1)
@@ -180,11 +182,29 @@ def apply(world: World, node: Node, move: Move) -> Decision | None:
                 _grant(node, action)
             case actions.OpenGate():
                 _open(world, node, action)
-        if isinstance(action, DELIVERED) and not (node.faults and isinstance(action, actions.GrantLease)):
+        if isinstance(action, DELIVERED):
             del node.state.operations[action.action]
+    if world.faults:
+        _forget(node)
     if world.coarse:
         _at_once(world, node)
     return decision
+
+
+def _forget(node: Node) -> None:
+    """Drop what nobody waits for any more: how it ends is ignored, and noted only for people."""
+    operations = node.state.operations
+    for number, (_, subject) in list(operations.items()):
+        match subject:
+            case Engine():
+                wanted = subject.operation == number
+            case Clearing():
+                gpu = node.state.ledger.gpus[subject.gpu]
+                wanted = gpu.watch == number and gpu.hold in (Hold.CLEARING, Hold.QUARANTINED)
+            case _:
+                wanted = True
+        if not wanted:
+            del operations[number]
 
 
 def undo_tick(node: Node) -> None:
@@ -221,7 +241,7 @@ def _event(world: World, node: Node, move: Move) -> events.Event:
             return client.say(world, node, move.who, word)
         case "complete" | "complete_late":
             return client.completes(book, move.rank)
-        case "done" | "stopped" | "delivered":
+        case "done" | "stopped":
             _ended(node, move)
             return events.ActionDone(action=move.number)
         case "memory":
@@ -255,7 +275,8 @@ def _mishap(node: Node, move: Move) -> events.Event:
             return events.ClientLost(pipeline=book.id, reason="it is silent")
         case "cancels":
             node.at[move.who] = client.ASK_INIT if node.at[move.who] == client.INIT else client.ASK
-            return events.RequestCancelled(pipeline=book.id, seq=book.seq + 1, request=min(book.requests))
+            node.active[move.who] &= ~(TRAINER | INITIALISER)  # granted or not, it has loaded nothing yet
+            return events.RequestCancelled(pipeline=book.id, seq=book.seq + 1, request=book.requests_through)
         case "leaves":
             node.at[move.who] = client.GONE
             return events.PipelineLeft(pipeline=book.id, seq=book.seq + 1)

@@ -42,7 +42,7 @@ HEAD = 8
 ENGINE = 3
 
 # Numbers of actions in flight: one at a time for each engine, GPU, and pipeline.
-STOP, GRANT, MEMORY, FIRST_ENGINE, NEXT = 1, 10, 20, 30, 200
+STOP, MEMORY, FIRST_ENGINE, NEXT = 1, 20, 30, 200
 
 
 class Codec:
@@ -106,9 +106,6 @@ class Codec:
         held = asked = clearing = 0
         for lease in book.leases.values():
             held += 1 + lease.priority
-            for _, subject in node.state.operations.values():
-                if subject is lease:
-                    held |= 16
         for request in book.requests.values():
             asked += 1 + request.priority | request.promised << 4
         if len(book.leases) + len(book.requests) > 1:
@@ -289,12 +286,6 @@ class Codec:
         state.timers[f"hold/{number + 1}"] = 1
         for gpu in lease.gpus:
             state.ledger.gpus[gpu].lease = lease
-        if held & 16:
-            action = actions.GrantLease(
-                action=GRANT + number, pipeline=book.id, request=COUNT, role=lease.role, epoch=lease.epoch,
-                gpus=lease.gpus,
-            )  # fmt: skip
-            state.operations[GRANT + number] = action, lease
 
     def _ask(self, state: State, book: PipelineBook, asked: int) -> None:
         ledger = state.ledger

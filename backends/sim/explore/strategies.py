@@ -7,7 +7,7 @@ replay without any generator and shrink towards none: FIFO.
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from backends.sim.explore.case import Schedule, Strategy
 from backends.sim.explore.chance import Chance
@@ -70,7 +70,7 @@ def policy_of(schedule: Schedule) -> Policy:
             return Walk(schedule.seed, schedule.p)
         case Strategy.PCT:
             return Pct(schedule.seed, schedule.depth, schedule.length)
-    return Holds(schedule.holds) if schedule.holds else Fifo()
+    return Holds(schedule.holds) if schedule.holds or schedule.seed else Fifo()
 
 
 def draw(seed: int, strategy: Strategy) -> Schedule:
@@ -108,41 +108,45 @@ class Ran(Protocol):
     def decisions(self) -> list[int]: ...
 
 
-class Tried(NamedTuple):
-    """One schedule of an exhaustive search, with what came of it."""
-
-    schedule: Schedule
-    run: Ran
-
-
-def few_holds(run: Callable[[Schedule], Ran], budget: int, most_runs: int) -> Iterator[Tried]:
-    """Every schedule that holds at most `budget` steps, fewest first; each is run once and yielded.
+class FewHolds:
+    """Every schedule that holds at most `budget` steps, fewest first; iterating runs each once and yields what came of it.
 
     A hold changes only what comes after it, so the schedules with one hold more than a given one are: the same, and
-    a hold at some later decision of *its* run. If that is more than `most_runs`, they are taken evenly spread; the caller
-    sees from the count whether the search was complete.
+    a hold at some later decision of *its* run. Where those are more than `most_runs` allows, they are taken evenly
+    spread, and `complete` is False.
     """
-    tried = Tried(Schedule(), run(Schedule()))
-    yield tried
-    level, runs = [tried], 1
-    for _ in range(budget):
-        scripts = [script for done in level for script in _one_more(done)]
-        room = most_runs - runs
-        if len(scripts) > room:
-            scripts = [scripts[i * len(scripts) // room] for i in range(room)] if room > 0 else []
-        level = []
-        for script in scripts:
-            tried = Tried(written_down(script), run(written_down(script)))
-            yield tried
-            level.append(tried)
-        runs += len(scripts)
+
+    def __init__(self, run: Callable[[Schedule], Ran], budget: int, most_runs: int) -> None:
+        self.complete = True
+        self._run = run
+        self._budget = budget
+        self._left = most_runs
+
+    def __iter__(self) -> Iterator[Ran]:
+        done = self._run(Schedule())
+        yield done
+        self._left -= 1
+        level: list[tuple[dict[int, int], Ran]] = [({}, done)]
+        for _ in range(self._budget):
+            scripts = self._as_many_as_allowed([more for holds, done in level for more in _one_more(holds, done)])
+            level = []
+            for script in scripts:
+                done = self._run(written_down(script))
+                yield done
+                level.append((script, done))
+
+    def _as_many_as_allowed(self, scripts: list[dict[int, int]]) -> list[dict[int, int]]:
+        if len(scripts) > self._left:
+            self.complete = False
+            scripts = [scripts[i * len(scripts) // self._left] for i in range(self._left)]
+        self._left -= len(scripts)
+        return scripts
 
 
-def _one_more(done: Tried) -> Iterator[dict[int, int]]:
+def _one_more(holds: dict[int, int], done: Ran) -> Iterator[dict[int, int]]:
     """The schedules with one held step more, each reached from one side only."""
-    holds = done.schedule.holds
     last = max(holds, default=-1)
-    if last >= 0 and holds[last] < done.run.decisions[last]:
+    if last >= 0 and holds[last] < done.decisions[last]:
         yield {**holds, last: holds[last] + 1}
-    for index in range(last + 1, len(done.run.decisions)):
+    for index in range(last + 1, len(done.decisions)):
         yield {**holds, index: 1}
