@@ -155,7 +155,7 @@ def memory_seen(state: State, clearing: Clearing, free: dict[int, int]) -> None:
         gpu.given_up = False
         state.touch(None, (gpu.id,))
     gpu.free = free.get(gpu.id, gpu.free)
-    _note_growth(state, gpu, clearing.book)
+    _note_growth(state, gpu, clearing)
     ledger.free(gpu.id)
     settle(state, clearing.book)
 
@@ -165,11 +165,15 @@ def _expected_free(state: State, gpu: int) -> int:
     return state.ledger.cluster.gpu_memory - expected_residue(state.ledger.residents(gpu), gpu)
 
 
-def _note_growth(state: State, gpu: Gpu, releaser: PipelineBook) -> None:
+def _note_growth(state: State, gpu: Gpu, clearing: Clearing) -> None:
     more = max(0, _expected_free(state, gpu.id) - gpu.free)
     if more > gpu.growth:
+        releaser = clearing.book
         text = f"GPU {gpu.id}: {show_gib(more)} more than declared stay behind; {releaser.id} released it last"
         state.note("residue_growth", text, releaser.id, gpus=(gpu.id,))
+        gpu.hoarders.append((releaser, clearing.source))
+    elif not more:
+        gpu.hoarders.clear()
     gpu.growth = more
 
 
@@ -186,7 +190,26 @@ def memory_missing(state: State, clearing: Clearing, reason: str) -> None:
     elif isinstance(source, Engine) and book.alive and not source.holds and not source.operation:
         _reap(state, source, f"GPU {gpu.id} does not get its memory back")
     elif book.stop <= 0:
+        if source is None:
+            _end_hoarder(state, gpu)
         watch_gpu(state, gpu.id, book, source)
+
+
+def _end_hoarder(state: State, gpu: Gpu) -> None:
+    """More memory is needed than whoever comes next to this GPU usually needs, and it is not there: whoever was seen
+    to keep more than declared has to go, or the one who needs it would wait for ever."""
+    while gpu.hoarders:
+        book, source = gpu.hoarders.pop()
+        if not book.alive:
+            continue
+        if isinstance(source, Engine) and (source.holds or source.operation or source.state is EngineState.DEAD):
+            continue
+        why = f"kept more than declared on GPU {gpu.id}, and now somebody needs it"
+        if isinstance(source, Engine):
+            _reap(state, source, f"{source.id} {why}")
+        else:
+            state.fail(book, f"its {source.role if source else 'workers'} {why}")
+        return
 
 
 def quarantine(state: State, gpus: tuple[int, ...], book: PipelineBook, why: str) -> tuple[int, ...]:

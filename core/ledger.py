@@ -74,6 +74,7 @@ class Gpu:
         "cleared_by",
         "why",
         "growth",
+        "hoarders",
         "given_up",
         "watch",
     )
@@ -94,6 +95,8 @@ class Gpu:
         self.why = ""
         self.growth = 0
         """Bytes kept beyond the declared residues when last seen free."""
+        self.hoarders: list[tuple[PipelineBook, Engine | Lease | None]] = []
+        """Who kept them, as far as was seen at their release; the last one is the first to be asked for them."""
         self.watch = 0
         """Number of the `AwaitMemory` whose word counts; an older one speaks of an older tenancy."""
         self.given_up = False

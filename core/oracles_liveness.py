@@ -65,8 +65,8 @@ class LivenessOracles(Watcher):
         """Entry in which a pipeline last stopped wanting anything."""
         self._request_gone: dict[int, int] = {}
         """Entry in which a request for a GPU last ended without a grant."""
-        self._request_filed: dict[int, int] = {}
-        """Entry in which a GPU was last asked for."""
+        self._request_granted: dict[int, int] = {}
+        """Entry in which a GPU was last promised to a request."""
         self._last_failure = -1
         self.checks: dict[type, Callable[[Any], None]] = {
             events.TrajectoryCompleted: self._progress,
@@ -78,7 +78,7 @@ class LivenessOracles(Watcher):
             events.TrainerFailed: self._own_failure,
             events.EngineSuspected: self._own_failure,
             events.NodeLeft: self._node_left,
-            actions.Note: self._resize_decided,
+            actions.Note: self._decided_now,
             actions.SleepEngine: self._sleep,
             actions.WakeEngine: self._wake,
         }
@@ -207,8 +207,6 @@ class LivenessOracles(Watcher):
         when = request.filed_at + self._request_bound(request)
         heapq.heappush(self._deadlines, (when, self._observed.entry, request.pipeline.id, request.number))
         self._touch_requested(request)
-        for id in request.gpus:
-            self._request_filed[id] = self._observed.entry
 
     def request_ended(self, request: Request) -> None:
         if not request.granted:
@@ -343,7 +341,9 @@ class LivenessOracles(Watcher):
 
     # --- L5: thrash ------------------------------------------------------------------------------------
 
-    def _resize_decided(self, note: actions.Note) -> None:
+    def _decided_now(self, note: actions.Note) -> None:
+        if note.kind == "grant":
+            self._request_granted |= dict.fromkeys(note.gpus, self._observed.entry + 1)
         engine = self._observed.engine(note.pipeline, note.dp_rank) if note.kind in ("shrink", "expand") else None
         if engine is not None:
             self._decided.pop(engine, None)
@@ -393,6 +393,6 @@ class LivenessOracles(Watcher):
             if any(self._withdrawn.get(rival.pipeline.id, -1) > shrink.entry for rival in rivals):
                 return True
             beside = (gpu for rival in rivals if rival is not engine for gpu in rival.gpus)
-            if any(self._request_filed.get(gpu, -1) > shrink.entry for gpu in beside):
-                return True  # a wider engine was to come, and somebody asked for another of its GPUs
+            if any(self._request_granted.get(gpu, -1) > shrink.entry for gpu in beside):
+                return True  # a wider engine was to come, and a request took another of its GPUs
         return False

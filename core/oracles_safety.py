@@ -32,6 +32,8 @@ class SafetyOracles:
         self._skew_ns = skew_ns
         self._own_faults: dict[str, str] = {}
         self._said_goodbye: dict[str, None] = {}
+        self._ended_for_its_client: dict[str, None] = {}
+        """A client that vanished ends here before the scheduler has noticed its silence."""
         self.checks: dict[type, Callable[[Any], None]] = {
             actions.WakeEngine: self._wake,
             actions.GrantLease: self._grant,
@@ -76,7 +78,7 @@ class SafetyOracles:
                 return any(self._observed.gpus[gpu].quarantined or self._observed.gpus[gpu].lost for gpu in action.gpus)
             case actions.EngineAction():
                 pipeline = self._observed.pipelines.get(action.pipeline)
-                return pipeline is None or pipeline.over
+                return pipeline is None or pipeline.over or action.pipeline in self._ended_for_its_client
         return False
 
     # --- S1, S2: tenancies -----------------------------------------------------------------------------
@@ -247,6 +249,7 @@ class SafetyOracles:
         self._said_goodbye[action.pipeline] = None
 
     def _ended(self, event: events.PipelineEnded) -> None:
+        self._ended_for_its_client[event.pipeline] = None
         if not event.error or not self._isolated or event.pipeline in self._said_goodbye:
             return
         if not self._cause(event.pipeline):

@@ -237,7 +237,7 @@ def _cancel(state: State, message: events.RequestCancelled) -> None:
         return
     for lease in list(book.leases.values()):
         if lease.request == message.request:
-            release(state, lease)
+            release(state, lease, used=False)
 
 
 def _drop_request(state: State, request: Request) -> None:
@@ -271,11 +271,11 @@ def _end_lease(state: State, lease: Lease) -> None:
     state.cancel_timer(f"hold/{lease.epoch}")
 
 
-def release(state: State, lease: Lease) -> None:
-    """The holder says that it is offloaded."""
+def release(state: State, lease: Lease, *, used: bool = True) -> None:
+    """The holder says that it is offloaded; or never heard that it holds anything, if it is not `used`."""
     book = lease.book
     _end_lease(state, lease)
-    if lease.priority is Priority.INITIALIZATION and book.phase is Phase.ADMITTED:
+    if used and lease.priority is Priority.INITIALIZATION and book.phase is Phase.ADMITTED:
         book.phase = Phase.READY
         _declare_needs(state, book)
     clear(state, lease.gpus, book, f"release by {lease}", lease)
@@ -304,7 +304,7 @@ def lease_overdue(state: State, epoch: int) -> None:
 def grant_delivered(state: State, lease: Lease, failure: str | None) -> None:
     """A grant reached its client, or did not. If nobody knows, the client's next repetition tells."""
     if failure and not failure.startswith(UNKNOWN) and lease.epoch in state.ledger.leases:
-        release(state, lease)
+        release(state, lease, used=False)
 
 
 # --- rollout ------------------------------------------------------------------------------------------------

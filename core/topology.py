@@ -265,6 +265,10 @@ class Placement(NamedTuple):
 
 
 OVERLAP_NAMES = ("p1_train", "p1_infer", "p2_train", "p2_infer")
+"""The explicit topology: who trains and rolls out where, in GPU ids."""
+
+DISJOINT_NAMES = ("slices", "train_sizes")
+"""The disjoint topology: each pipeline's own slice, as in `0,1/2,3`, and on how many of its GPUs it trains (all)."""
 
 
 def disjoint_topology(
@@ -317,20 +321,52 @@ def _all_or_none(
 
 
 def topology_from(
-    options: Mapping[str, str | None], environ: Mapping[str, str]
-) -> tuple[tuple[Placement, Placement], str] | None:
+    options: Mapping[str, str | None], environ: Mapping[str, str], n_gpus: int
+) -> tuple[tuple[Placement, ...], str] | None:
     """The mappings given outside the scenario and their source: `options` first, else `environment`, else None.
 
-    `options` has `p1_train` and so on, as text (`0,1`); the environment has `TURNSTILE_P1_TRAIN` and so on.
+    `options` has `p1_train` and so on (or `slices` and `train_sizes`) as text; the environment has
+    `TURNSTILE_P1_TRAIN` and so on. Raises ConfigError for half a topology, for two at once, and for a disjoint one
+    that does not use every one of `n_gpus`.
     """
-    flags = {name: "--" + name.replace("_", "-") for name in OVERLAP_NAMES}
-    given = {name: _parse_ids(options.get(name), flag) for name, flag in flags.items()}
-    if (found := _all_or_none(given, "options", flags)) is not None:
-        return found, "options"
-    variables = {name: "TURNSTILE_" + name.upper() for name in OVERLAP_NAMES}
-    given = {name: _parse_ids(environ.get(variable), variable) for name, variable in variables.items()}
-    found = _all_or_none(given, "environment", variables)
-    return (found, "environment") if found is not None else None
+    names = (*OVERLAP_NAMES, *DISJOINT_NAMES)
+    flags = {name: "--" + name.replace("_", "-") for name in names}
+    variables = {name: "TURNSTILE_" + name.upper() for name in names}
+    for source, texts, labels in (
+        ("options", options, flags),
+        ("environment", {name: environ.get(variable) for name, variable in variables.items()}, variables),
+    ):
+        found = _declared({name: texts.get(name) for name in names}, source, labels, n_gpus)
+        if found is not None:
+            return found, source
+    return None
+
+
+def _declared(
+    texts: Mapping[str, str | None], source: str, labels: Mapping[str, str], n_gpus: int
+) -> tuple[Placement, ...] | None:
+    """The one topology that one source declares, if it does."""
+    overlap = _all_or_none({name: _parse_ids(texts[name], labels[name]) for name in OVERLAP_NAMES}, source, labels)
+    slices, sizes = (texts[name] for name in DISJOINT_NAMES)
+    if slices is None and sizes is None:
+        return overlap
+    if overlap is not None:
+        raise ConfigError(source, "gives mappings and slices", "one topology, explicit or disjoint, not both")
+    if slices is None:
+        raise ConfigError(source, f"{labels['slices']} missing", f"{labels['train_sizes']} speaks of slices")
+    parts = [_parse_ids(part, labels["slices"]) or () for part in slices.split("/")]
+    trained = [len(part) for part in parts] if sizes is None else _parse_sizes(sizes, labels["train_sizes"])
+    try:
+        return disjoint_topology(n_gpus, parts, trained)
+    except ConfigError as bad:
+        raise within(source, bad) from None
+
+
+def _parse_sizes(text: str, where: str) -> list[int]:
+    sizes = [part.strip() for part in text.split(",")]
+    if not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
+        raise ConfigError(where, f"{text[:80]!r} is no list of sizes", "comma-separated numbers such as 1,2")
+    return [int(size) for size in sizes]
 
 
 def _parse_ids(text: str | None, where: str) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from core.errors import ConfigError
 from core.model import DemandPolicy
 from core.reading import MOST_WHOLE, nearest
 from core.scenario_file import MOST_SEED
-from core.topology import OVERLAP_NAMES, check_world, topology_from, with_topology
+from core.topology import DISJOINT_NAMES, OVERLAP_NAMES, check_world, topology_from, with_topology
 from scenarios.outcome import REFUSED, TABLE
 
 ALL = "all"
@@ -45,8 +45,8 @@ def parser(prog: str, about: str, *, takes_file: bool = False) -> Parser:
         made.add_argument("--list", action="store_true", help="list the shipped scenarios and stop")
     made.add_argument("--backend", default="sim", metavar="NAME", help="sim (default), or another installed backend")
     made.add_argument("--demand", type=_demand, metavar="|".join((*TABLE, ALL)), help="what counts as rollout demand")
-    made.add_argument("--steps", type=_whole(1, MOST_WHOLE), metavar="N", help="training steps of every pipeline")
-    made.add_argument("--seed", type=_whole(0, MOST_SEED), metavar="N", help="seed of every random draw")
+    made.add_argument("--steps", type=whole(1, MOST_WHOLE), metavar="N", help="training steps of every pipeline")
+    made.add_argument("--seed", type=whole(0, MOST_SEED), metavar="N", help="seed of every random draw")
     made.add_argument("--quiet", action="store_true", help="only the first line and the result")
     _add_outputs(made.add_argument_group("files to write"))
     _add_topology(made.add_argument_group("topology", "all four or none; comma-separated GPU ids such as 0,1"))
@@ -67,6 +67,10 @@ def _add_topology(group: argparse._ArgumentGroup) -> None:
         doing = {"train": "trains on", "infer": "rolls out on"}[role]
         help_ = f"GPUs the {whose} pipeline {doing} (or TURNSTILE_{name.upper()})"
         group.add_argument(f"--{name.replace('_', '-')}", metavar="IDS", help=help_)
+    help_ = "instead: a slice of GPUs for each pipeline, together all of them, as 0,1/2,3 (or TURNSTILE_SLICES)"
+    group.add_argument("--slices", metavar="IDS/IDS", help=help_)
+    help_ = "on how many GPUs of its slice each trains, as 1,2; default all (or TURNSTILE_TRAIN_SIZES)"
+    group.add_argument("--train-sizes", metavar="N,N", help=help_)
 
 
 def _demand(text: str) -> str:
@@ -77,7 +81,7 @@ def _demand(text: str) -> str:
     return text
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def whole(least: int, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
             return int(text)
@@ -93,7 +97,8 @@ def declared(scenario: Scenario, options: argparse.Namespace, environ: Mapping[s
         jobs = tuple(msgspec.structs.replace(job, steps=options.steps) for job in jobs)
     seed = scenario.seed if options.seed is None else options.seed
     scenario = msgspec.structs.replace(scenario, jobs=jobs, seed=seed)
-    given = topology_from({name: getattr(options, name) for name in OVERLAP_NAMES}, environ)
+    names = (*OVERLAP_NAMES, *DISJOINT_NAMES)
+    given = topology_from({name: getattr(options, name) for name in names}, environ, scenario.cluster.gpus)
     if given is not None:
         scenario = with_topology(scenario, *given)
     check_world(scenario)

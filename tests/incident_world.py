@@ -32,13 +32,13 @@ class Run:
     def _listen(self, i: int, t_ns: int, cause: int, item: Any) -> None:
         self.log.append((t_ns / NS_PER_S, item))
 
-    def all(self, kind: type, **fields: Any) -> Iterator[tuple[float, Any]]:
+    def all(self, kind: type, /, **fields: Any) -> Iterator[tuple[float, Any]]:
         """Entries of a kind whose fields have these values, with their times."""
         for at, item in self.log:
             if isinstance(item, kind) and all(getattr(item, name) == value for name, value in fields.items()):
                 yield at, item
 
-    def times(self, kind: type, **fields: Any) -> list[float]:
+    def times(self, kind: type, /, **fields: Any) -> list[float]:
         return [at for at, _ in self.all(kind, **fields)]
 
     def fine(self) -> bool:

@@ -324,9 +324,9 @@ OVERLAP = (Placement((0,), (0, 1)), Placement((1,), (0, 1)))
 
 
 def test_options_come_before_the_environment_and_both_before_nothing() -> None:
-    assert topology_from(OPTIONS, {"TURNSTILE_P1_TRAIN": "junk"}) == (OVERLAP, "options")
-    assert topology_from(dict.fromkeys(OPTIONS), ENVIRON) == (OVERLAP, "environment")
-    assert topology_from({}, {"HOME": "/"}) is None
+    assert topology_from(OPTIONS, {"TURNSTILE_P1_TRAIN": "junk"}, 4) == (OVERLAP, "options")
+    assert topology_from(dict.fromkeys(OPTIONS), ENVIRON, 4) == (OVERLAP, "environment")
+    assert topology_from({}, {"HOME": "/"}, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -343,13 +343,13 @@ def test_options_come_before_the_environment_and_both_before_nothing() -> None:
 def test_a_bad_variable_is_named(text: str | None, said: str) -> None:
     environ = {k: v for k, v in (ENVIRON | {"TURNSTILE_P1_INFER": text}).items() if v is not None}
     with pytest.raises(ConfigError) as caught:
-        topology_from({}, environ)
+        topology_from({}, environ, 4)
     assert str(caught.value) == said
 
 
 def test_a_partial_set_of_options_is_not_completed_from_the_environment() -> None:
     with pytest.raises(ConfigError) as caught:
-        topology_from({"p1_train": "0"}, ENVIRON)
+        topology_from({"p1_train": "0"}, ENVIRON, 4)
     assert str(caught.value) == "options: --p1-infer, --p2-train, --p2-infer missing; give all four mappings or none"
 
 
@@ -357,7 +357,7 @@ def test_a_partial_set_of_options_is_not_completed_from_the_environment() -> Non
 @given(st.fixed_dictionaries({}, optional={name: st.text(max_size=6) | st.just("0,1") for name in OPTIONS}))
 def test_any_option_text_is_a_topology_or_a_config_error(options: dict[str, str]) -> None:
     try:
-        found = topology_from(options, {})
+        found = topology_from(options, {}, 4)
     except ConfigError:
         return
     assert (found is None) == (not options)
@@ -387,3 +387,32 @@ def test_a_fault_on_a_rank_that_a_new_topology_lacks_is_refused() -> None:
     changed = with_topology(scenario(([0], [0, 1]), extra=fault), (Placement((0,), (0,)),), "options")
     with pytest.raises(ConfigError, match="p1 has no engine 1; it has 1"):
         check_world(changed)
+
+
+def test_slices_give_a_disjoint_topology_from_options_and_environment() -> None:
+    both = (Placement((0,), (0, 1)), Placement((2, 3), (2, 3)))
+    assert topology_from({"slices": "0,1/2,3", "train_sizes": "1,2"}, {}, 4) == (both, "options")
+    environ = {"TURNSTILE_SLICES": "0,1 / 2,3", "TURNSTILE_TRAIN_SIZES": "1,2"}
+    assert topology_from({}, environ, 4) == (both, "environment")
+    whole = (Placement((0, 1), (0, 1)), Placement((2, 3), (2, 3)))
+    assert topology_from({"slices": "0,1/2,3"}, {}, 4) == (whole, "options")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"slices": "0,1/2"}, "options: disjoint: no slice has GPUs [3]; the slices must use every GPU"),
+        ({"slices": "0,1/1,2,3"}, "options: slice 1: GPU 1 is also in slice 0; slices share no GPU"),
+        ({"slices": "0,1/2,3,4"}, "options: slice 1: GPU 4 does not exist; there are 4, counted from 0"),
+        ({"slices": "0,1/2,3", "train_sizes": "3,1"}, "options: slice 0: cannot train on 3 of 2 GPUs"),
+        ({"slices": "0,1/2,3", "train_sizes": "1"}, "options: disjoint: 2 slices and 1 train sizes do not match"),
+        ({"slices": "0,1/2,3", "train_sizes": "x,1"}, "--train-sizes: 'x,1' is no list of sizes"),
+        ({"slices": "0,1/"}, "--slices: an id is missing in ''"),
+        ({"train_sizes": "1,1"}, "options: --slices missing"),
+        ({**OPTIONS, "slices": "0,1/2,3"}, "options: gives mappings and slices"),
+    ],
+)
+def test_half_a_disjoint_topology_is_refused(options: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        topology_from(options, {}, 4)
+    assert str(refused.value).startswith(said)

@@ -87,6 +87,13 @@ def completes(book: PipelineBook, dp_rank: int) -> events.TrajectoryCompleted:
     )  # fmt: skip
 
 
-def waits_for_rollout(book: PipelineBook) -> bool:
+def waits_for_rollout(node: Node, number: int) -> bool:
     """It has been initialised and wants trajectories: the oracles' measure, whatever the policy."""
+    book = node.books[number]
     return book.phase is Phase.READY and book.open_demand > 0
+
+
+def waits_for_lease(node: Node, number: int) -> bool:
+    """It has asked and was not answered, whether the scheduler remembers that or not."""
+    book = node.books[number]
+    return node.at[number] in (INIT, TRAIN) and book.alive and not book.leases

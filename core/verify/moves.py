@@ -88,7 +88,7 @@ def enabled(world: World, node: Node) -> list[Move]:
 
 def _completions(world: World, node: Node, number: int) -> Iterator[Move]:
     book = node.books[number]
-    if not client.waits_for_rollout(book):
+    if not client.waits_for_rollout(node, number):
         return
     if world.start is Start.INCIDENT and number + 1 < world.pipelines and node.at[number + 1] == client.ASK_INIT:
         return

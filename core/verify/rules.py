@@ -18,7 +18,10 @@ def check(node: Node) -> None:
 
 
 def _nothing_left_to_plan(node: Node) -> None:
+    """Time alone may make another plan possible, but then a review rings that instant."""
     state = node.state
+    if state.ledger.policy is not DemandPolicy.BATCH or 0 <= state.review_at <= node.now:
+        return
     again = plan(state.ledger, state.regions)
     if not again.empty:
         changes = [*again.grants, *again.expands, *again.shrinks, *again.revoked]

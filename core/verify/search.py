@@ -11,7 +11,7 @@ from pathlib import Path
 
 from core.errors import ConfigError, InvariantBroken
 from core.verify import moves, rules
-from core.verify.client import waits_for_rollout
+from core.verify.client import waits_for_lease, waits_for_rollout
 from core.verify.node import Node
 from core.verify.packing import Codec
 from core.verify.world import World
@@ -89,8 +89,8 @@ def _expand(graph: Graph, codec: Codec, state: int) -> None:
     except InvariantBroken as error:
         graph.broken = state, None, str(error)
         return
-    graph.hungry.append(_bits(node, hungry=True))
-    graph.asking.append(_bits(node, hungry=False))
+    graph.hungry.append(_bits(node, waits_for_rollout))
+    graph.asking.append(_bits(node, waits_for_lease))
     fresh = True
     for move in moves.enabled(world, node):
         if not fresh:
@@ -112,12 +112,8 @@ def _expand(graph: Graph, codec: Codec, state: int) -> None:
     graph.first_out.append(len(graph.targets))
 
 
-def _bits(node: Node, *, hungry: bool) -> int:
-    return sum(
-        1 << number
-        for number, book in enumerate(node.books)
-        if (waits_for_rollout(book) if hungry else book.requests)
-    )
+def _bits(node: Node, waits: Callable[[Node, int], bool]) -> int:
+    return sum(1 << number for number in range(len(node.books)) if waits(node, number))
 
 
 # --- a search that goes on another day --------------------------------------------------------------------

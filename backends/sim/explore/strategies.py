@@ -70,7 +70,9 @@ def policy_of(schedule: Schedule) -> Policy:
             return Walk(schedule.seed, schedule.p)
         case Strategy.PCT:
             return Pct(schedule.seed, schedule.depth, schedule.length)
-    return Holds(schedule.holds) if schedule.holds or schedule.seed else Fifo()
+        case Strategy.EXHAUSTIVE:
+            return Holds(schedule.holds)
+    return Holds(schedule.holds) if schedule.holds else Fifo()
 
 
 def draw(seed: int, strategy: Strategy) -> Schedule:
@@ -123,7 +125,7 @@ class FewHolds:
         self._left = most_runs
 
     def __iter__(self) -> Iterator[Ran]:
-        done = self._run(Schedule())
+        done = self._run(Schedule(strategy=Strategy.EXHAUSTIVE))
         yield done
         self._left -= 1
         level: list[tuple[dict[int, int], Ran]] = [({}, done)]
@@ -131,7 +133,7 @@ class FewHolds:
             scripts = self._as_many_as_allowed([more for holds, done in level for more in _one_more(holds, done)])
             level = []
             for script in scripts:
-                done = self._run(written_down(script))
+                done = self._run(Schedule(strategy=Strategy.EXHAUSTIVE, holds=script))
                 yield done
                 level.append((script, done))
 

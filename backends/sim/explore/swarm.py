@@ -1,7 +1,7 @@
 """Which faults a run has, and how bad: drawn first, as records with a time, a kind and a target.
 
-1. Swarm testing: each class of faults is on or off for a whole run (p = 1/2), so that some runs have much of little.
-   Never "all faults, seldom".
+1. Swarm testing: each class of faults is on or off for a whole run, so that some runs have much of little. Never "all
+   faults, seldom". Those that end a pipeline are on less often, or there would be nobody left to watch.
 2. All faults lie before `heal_at`; from then on the world must come to rest by itself, and every pipeline that nothing
    fatal happened to must finish.
 3. What each class excuses is said here too (`excuse`), beside what it does.
@@ -18,8 +18,12 @@ from core.config import Fault, Job, Scenario
 from core.lengths import quantile
 from core.units import NS_PER_S, gib
 
-QUIET = 0.15
+QUIET = 0.1
 """How many runs have no fault at all."""
+DENSITIES = (0.1, 0.25, 0.5)
+"""How many of the classes are on, drawn for each run."""
+FATAL_SHARE = 0.25
+"""How much less often the fatal ones are."""
 MOST_OF_A_CLASS = 3
 STRIKES = 3
 """Failures that engines of one pipeline must survive are fewer than this: then the scheduler gives an engine up."""
@@ -41,7 +45,8 @@ def afflict(case: Case, seed: int, classes: Iterable[str]) -> Case:
     """The case with faults of some of the `classes`. The scenario's own faults stay."""
     chance = Chance(seed, "faults")
     end = max(NS_PER_S, horizon(case.scenario))
-    on = [] if chance.often(QUIET) else [name for name in classes if chance.often(0.5)]
+    density = 0.0 if chance.often(QUIET) else chance.pick(DENSITIES)
+    on = [name for name in classes if chance.often(density * (FATAL_SHARE if name in FATAL else 1.0))]
     drawn: list[Fault] = []
     for name in on:
         stream = Chance(seed, "faults", name)
@@ -154,7 +159,7 @@ CLASSES: dict[str, FaultClass] = {
 """By the names that `--faults` takes. `strange_client` brings guests instead of faults (`guests.draw`)."""
 
 ON_ENGINES = ("kill_engine", "hang_engine", "slow_engine", "false_release", "fail_sync", "leak_residue")
-FATAL = ("kill_client", "kill_trainer", "hang_trainer")
+FATAL = ("kill_client", "kill_trainer", "hang_trainer", "remove_node")
 
 
 # --- what excuses what ------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ def excuse(scenario: Scenario, job: Job, struck: Iterable[Fault]) -> str:
     spec = job.spec
     engines = 0
     for fault in struck:
-        if fault.pipeline == spec.id and fault.kind in FATAL:
+        if fault.pipeline == spec.id and fault.kind in FATAL:  # remove_node names no pipeline
             return f"{fault.kind} hit it"
         if fault.kind == "remove_node" and any(scenario.cluster.node_of(gpu) == fault.node for gpu in spec.union):
             return f"node {fault.node} left"
