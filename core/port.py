@@ -12,7 +12,7 @@ import anyio
 
 from core import events
 from core.backend import Clock, Timer
-from core.errors import RequestError, UnknownName
+from core.errors import Conflict, RequestError, UnknownName
 from core.model import (
     BatchKind,
     BatchState,
@@ -276,6 +276,9 @@ class Port:
 
     def replied(self, seq: int, error: RequestError | None) -> None:
         """Everything up to `seq` has arrived; `error` is about the message `seq`."""
+        if seq > self._seq:
+            self._displaced()
+            return
         error_told = False
         self._acked = max(self._acked, seq)
         self._pause = RESEND_FIRST
@@ -290,6 +293,19 @@ class Port:
                 waiter.settle()
         if error is not None and not error_told:
             self._refused(error)
+
+    def _displaced(self) -> None:
+        """More is acknowledged than was ever said here: the scheduler listens to another client of this name (one
+        before a restart, perhaps, whose silence nobody has noticed yet) and takes what we say for repetitions of that."""
+        error = Conflict(f"another client speaks for pipeline {self.pipeline}; let it leave, or be missed, first")
+        self.close()
+        waiters = [waiter for answered in self._answers.values() for waiter in answered]
+        waiters += [waiter for _, waiter in self._waiting.values()]
+        for waiter in dict.fromkeys([*waiters, *([self._confirmed] if self._confirmed else [])]):
+            if not waiter.event.is_set():
+                waiter.settle(error=error)
+        self._answers.clear()
+        self._error = self._error or error
 
     def _refused(self, error: RequestError) -> None:
         """A message that nobody waits on was refused: tell whoever waits for a confirmation, or the next caller."""
