@@ -296,9 +296,11 @@ class Port:
 
     def _displaced(self) -> None:
         """More is acknowledged than was ever said here: the scheduler listens to another client of this name (one
-        before a restart, perhaps, whose silence nobody has noticed yet) and takes what we say for repetitions of that."""
+        before a restart, perhaps, whose silence nobody has noticed yet) and takes what we say for its repetitions."""
         error = Conflict(f"another client speaks for pipeline {self.pipeline}; let it leave, or be missed, first")
-        self.close()
+        if self._resend is not None:
+            self._resend.cancel()
+            self._resend = None
         waiters = [waiter for answered in self._answers.values() for waiter in answered]
         waiters += [waiter for _, waiter in self._waiting.values()]
         for waiter in dict.fromkeys([*waiters, *([self._confirmed] if self._confirmed else [])]):

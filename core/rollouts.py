@@ -88,9 +88,11 @@ class Market:
         return found
 
     def sold(self, engine: Engine) -> None:
-        """An engine was expanded. If a wider one made way, its other GPUs are on offer now: price everything anew."""
-        if any(len(victim.gpus) > len(engine.gpus) for victim in self.draft.gone_last):
-            self.survey.idle.extend(gpu for victim in self.draft.gone_last for gpu in victim.gpus)
+        """An engine was expanded. If one that lay otherwise made way, its other GPUs are on offer now: price everything
+        anew."""
+        left = [gpu for victim in self.draft.gone_last for gpu in victim.gpus if gpu not in engine.gpus]
+        if left:
+            self.survey.idle.extend(left)
             self._heaps.clear()
 
     def _price_all(self, book: PipelineBook, mode: str) -> list[Cost]:

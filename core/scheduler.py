@@ -52,7 +52,7 @@ def decide(state: State, now: int, event: events.Event) -> Decision:
     while state.failing:
         book, tell = state.failing.pop(0)
         teardown(state, book, tell)
-    while state.replan:
+    while state.replan or state.ledger.unpromised:
         _replan(state)
     for step in reconcile(state.ledger):
         start(state, step)
@@ -65,9 +65,10 @@ def decide(state: State, now: int, event: events.Event) -> Decision:
 def _replan(state: State) -> None:
     if state.regions.generation != state.ledger.mapping_generation:
         state.regions = Regions(state.ledger)
-    made = plan(state.ledger, state.regions, state.dirty, state.dirty_gpus)
+    made = plan(state.ledger, state.regions, state.dirty, state.dirty_gpus | state.ledger.unpromised)
     state.dirty, state.dirty_gpus, state.replan = {}, {}, False
     _promise(state, made)
+    state.ledger.unpromised.clear()
     if made.unmet:
         state.unmet.update(made.unmet)
     for book in made.beyond:

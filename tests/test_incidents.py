@@ -4,6 +4,7 @@ Each is the shipped scenario or, where a scenario cannot say it, one decision of
 """
 
 import random
+from itertools import chain, pairwise
 from typing import Any
 
 import msgspec
@@ -48,14 +49,14 @@ def test_i01_a_pipeline_evicted_before_its_first_report_comes_back_by_itself():
 def test_i01_whoever_initialises_after_whom_everybody_comes_back(count: int, tp: int):
     """Each initialisation evicts all who came before it, none of whom has reported anything."""
     names = "abcd"[:count]
-    chain = {
+    order = {
         name: {"start_after": {"pipeline": before, "event": "rollout_granted"}}
-        for before, name in zip(names, names[1:], strict=False)
+        for before, name in pairwise(names)
     }
     for name in names[:-1]:
-        chain.setdefault(name, {})["dispatch_after"] = {"pipeline": names[-1], "event": "init_accepted"}
+        order.setdefault(name, {})["dispatch_after"] = {"pipeline": names[-1], "event": "init_accepted"}
     gpus = list(range(2 * tp))
-    jobs = [pipeline(n, gpus[i % 2 * tp :][:tp], gpus, tp, **chain.get(n, {})) for i, n in enumerate(names)]
+    jobs = [pipeline(n, gpus[i % 2 * tp :][:tp], gpus, tp, **order.get(n, {})) for i, n in enumerate(names)]
     assert Run(world(2 * tp, *jobs)).fine()
 
 
@@ -77,17 +78,19 @@ def random_world(seed: int) -> Any:
         infer = sorted(chance.sample(bundles, chance.randint(1, len(bundles))))
         jobs.append(
             pipeline(
-                name, sorted(chance.sample(range(gpus), chance.randint(1, 2))), sum(infer, []), tp,
+                name, sorted(chance.sample(range(gpus), chance.randint(1, 2))), list(chain.from_iterable(infer)), tp,
                 staleness=chance.choice([0, 0, 1]), on_preempt=chance.choice(["abort", "drain"]),
                 partial=chance.choice(["restart", "resume"]), start_at=chance.choice([0, 0, 15, 40]),
                 batch={"prompts": chance.choice([1, 3, 8, 20])}, eval={"every": 2, "trajectories": 3},
-                costs={"trajectory": {"uniform": [1, chance.choice([2, 20, 40])]}, "engine_slots": chance.choice([1, 4])},
+                costs={
+                    "trajectory": {"uniform": [1, chance.choice([2, 20, 40])]}, "engine_slots": chance.choice([1, 4])
+                },
             )
         )  # fmt: skip
     return world(gpus, *jobs, seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(30), 1000, 1114, 1116, 1138, 1358])
 def test_i02_no_random_topology_wedges(seed: int):
     run = Run(random_world(seed))
     assert run.fine(), (run.outcome, run.broken, run.result.diagnosis)
@@ -120,7 +123,7 @@ def test_i04_an_idle_holder_gives_way_to_engines_of_any_width(idle_tp: int, hung
     gpus = [0, 1, 2, 3]
     holder = rollout("a", gpus, list(range(4 // idle_tp)), tp=idle_tp)
     answer = plan_snapshot({"gpus": 4, "pipelines": [holder, rollout("b", gpus, [], 0, hungry_tp)]})
-    assert sorted(sum(answer["expand"]["b"].values(), [])) == gpus
+    assert sorted(chain.from_iterable(answer["expand"]["b"].values())) == gpus
 
 
 def test_i05_three_pipelines_on_two_gpus_progress_by_turns():
@@ -262,7 +265,8 @@ def test_i11_an_engine_is_not_flipped_for_a_request_whose_other_gpu_stays_busy()
 def test_i12_no_gpu_of_four_is_lost_to_rounding_between_three():
     equal = [rollout(name, [0, 1, 2, 3], [], 0) for name in "abc"]
     answer = plan_snapshot({"gpus": 4, "pipelines": equal})
-    assert sorted(gpu for engines in answer["expand"].values() for gpus in engines.values() for gpu in gpus) == [0, 1, 2, 3]
+    given = [gpus for engines in answer["expand"].values() for gpus in engines.values()]
+    assert sorted(chain.from_iterable(given)) == [0, 1, 2, 3]
     assert set(answer["expand"]) == {"a", "b", "c"}
     assert incident("i12").result.summary["makespan_s"] < 700  # 1,800 trajectories of 10 s on 32 slots need 563 s
 
@@ -300,7 +304,8 @@ def test_i13_a_settled_world_sets_no_timer_to_plan_again():
     run = incident("i13")
     begun, ended = run.times(events.TrajectoryCompleted, pipeline="b")[0], run.times(events.BatchTaken, pipeline="a")[0]
     assert ended - begun > 40 and len(run.times(events.TrajectoryCompleted, pipeline="a")) == 400
-    assert not [at for kind in (actions.SleepEngine, actions.WakeEngine) for at in run.times(kind) if begun < at < ended]
+    resizes = [*run.times(actions.SleepEngine), *run.times(actions.WakeEngine)]
+    assert not [at for at in resizes if begun < at < ended]
 
 
 def test_i14_the_gpu_that_is_free_first_stays_reserved_for_the_request_that_needs_two():
@@ -369,6 +374,34 @@ def test_i16_an_engine_gives_way_to_its_own_training_while_another_grows_onto_an
     )  # fmt: skip
     assert answer["shrink"] == {"a": [1]} and answer["expand"] == {"a": {"0": [0]}}
     assert answer["grant"] == [{"pipeline": "a", "role": "actor_train", "gpus": [1]}]
+
+
+def test_i16_a_donor_finds_something_instead_on_gpus_that_the_plan_was_not_about():
+    core = CoreWorld(3)
+    core.ready(spec("a", (2,), (1,)), spec("b", (2,), (0, 1)), spec("c", (2,), (0,)))
+    for name in "cb":
+        core.open(name, 1)
+        core.settle()
+    core.open("a", 5)
+    core.say(events.PipelineLeft, "c")
+    core.settle()
+    assert core.up("b") == [1] and not core.up("a") and core.holder(0) == "free"
+    core.sleep(301)  # B's turn is over
+    core.settle()
+    assert core.serving("a") == [0] and core.serving("b") == [0]
+
+
+def test_i16_what_a_broken_promise_leaves_is_used_at_once():
+    core = CoreWorld(3)
+    core.ready(spec("a", (2,), (1,)), spec("b", (0, 1), (0,)))
+    core.open("a", 50)
+    core.open("b", 50)
+    core.settle()
+    core.ask("b")
+    core.feed(events.EngineDied(pipeline="b", dp_rank=0, reason="it died"))  # both were to give way
+    assert core.holder(0) == "quarantined" and core.up("a") == [0]
+    core.settle()
+    assert core.holder(0) == core.holder(1) == "b"
 
 
 @pytest.mark.parametrize("order", [("b", "c"), ("c", "b")])

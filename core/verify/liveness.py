@@ -1,9 +1,12 @@
-"""Nobody waits for ever: two questions about a complete graph, asked for each pipeline.
+"""Nobody waits for ever: two questions about a graph, asked for each pipeline.
 
 1. *Doomed*: is there a state in which it waits and from which, if nothing more goes wrong, no way leads to its being
    served? (L2; the answer is a state.)
 2. *Starved*: is there a way to go on for ever, fair to every move that stays possible, on which it waits throughout?
    (L1, L3; the answer is a set of states that can be gone round in for ever.)
+
+A graph that is not complete yet gets the benefit of the doubt: what was not expanded ends every wait. So what is found
+there is true, and only the answer "none" needs the whole graph.
 
 Weak fairness: of each class of moves, on a run that goes on for ever, either one happens again and again, or they are
 impossible again and again. It is enough to look at strongly connected sets of states: one of them holds such a run if
@@ -33,7 +36,7 @@ class Stuck(NamedTuple):
     state: int
     """The first state of it on a shortest run."""
     cycle: tuple[int, ...]
-    """States that can be gone through again and again, back to `state`; empty: it is doomed."""
+    """States to go through again and again, from `state` back to it; empty: it is doomed."""
 
 
 def waits(graph: Graph) -> list[Wait]:
@@ -41,8 +44,7 @@ def waits(graph: Graph) -> list[Wait]:
 
 
 def first_stuck(graph: Graph) -> Stuck | None:
-    """The first wait that may never end; None: there is none. The graph must be complete."""
-    assert graph.complete, "the search has not seen everything"
+    """The first wait that may never end; None: there is none (among what was expanded)."""
     for wait in waits(graph):
         doomed = _doomed(graph, wait, _waiting(graph, wait))
         if doomed is not None:
@@ -76,6 +78,7 @@ def _doomed(graph: Graph, wait: Wait, waiting: bytearray) -> int | None:
     """
     serving = _serves(wait)
     safe = bytearray(1 - bit for bit in waiting)
+    known = len(safe)
     first, targets, classes = graph.first_out, graph.targets, graph.classes
     rest = [state for state in range(len(safe) - 1, -1, -1) if not safe[state]]
     while rest:
@@ -83,7 +86,7 @@ def _doomed(graph: Graph, wait: Wait, waiting: bytearray) -> int | None:
         for state in rest:
             for edge in range(first[state], first[state + 1]):
                 kind = classes[edge]
-                if kind != FAULT and (safe[targets[edge]] or kind in serving):
+                if kind != FAULT and (targets[edge] >= known or safe[targets[edge]] or kind in serving):
                     safe[state] = 1
                     break
             else:
@@ -101,9 +104,10 @@ def _starved(graph: Graph, wait: Wait) -> Stuck | None:
     inside = _waiting(graph, wait)
     serving = _serves(wait)
     for component in _components(graph, inside, serving):
-        cycle = _fair(graph, component, serving)
-        if cycle:
-            return Stuck(wait, min(component), cycle)
+        walk = _Round(graph, component, serving)
+        if walk.fair:
+            cycle = walk.states()
+            return Stuck(wait, cycle[0], tuple(cycle))
     return None
 
 
@@ -117,7 +121,8 @@ def _components(graph: Graph, inside: bytearray, serving: frozenset[int]) -> Ite
     """Strongly connected components with at least one transition (Tarjan's algorithm, without recursion)."""
     order = array("I", bytes(4 * len(inside)))
     low = array("I", bytes(4 * len(inside)))
-    stacked = bytearray(len(inside))
+    known = len(inside)
+    stacked = bytearray(known)
     stack: list[int] = []
     count = 0
     for root in range(len(inside)):
@@ -131,7 +136,7 @@ def _components(graph: Graph, inside: bytearray, serving: frozenset[int]) -> Ite
         while work:
             state, edges = work[-1]
             for target, _ in edges:
-                if not inside[target]:
+                if target >= known or not inside[target]:
                     continue
                 if not order[target]:
                     count += 1
@@ -162,24 +167,62 @@ def _pop(stack: list[int], stacked: bytearray, root: int) -> list[int]:
             return found
 
 
-def _fair(graph: Graph, component: list[int], serving: frozenset[int]) -> tuple[int, ...]:
-    """States of a component in an order in which it can be gone round in fairly; empty: there is none.
+class _Round:
+    """Whether a component can be gone round in fairly, and how."""
 
-    Served on the way means that a class of the served kind is never *taken*; if it is possible throughout, not taking
-    it for ever is unfair.
-    """
-    within = dict.fromkeys(component)
-    always: dict[int, None] | None = None
-    taken: dict[int, None] = {}
-    for state in component:
-        here: dict[int, None] = {}
-        for target, kind in graph.out(state):
-            if kind in (FAULT, UNFAIR):
-                continue
-            here[kind] = None
-            if target in within and kind not in serving:
-                taken[kind] = None
-        always = here if always is None else {kind: None for kind in always if kind in here}
-    if always and any(kind not in taken for kind in always):
-        return ()
-    return tuple(component)
+    def __init__(self, graph: Graph, component: list[int], serving: frozenset[int]) -> None:
+        self.serving = serving
+        self.graph = graph
+        self.within = dict.fromkeys(sorted(component))
+        self.taken: dict[int, tuple[int, int]] = {}
+        """For each class that moves inside, one such transition."""
+        self.idle: dict[int, int] = {}
+        """For each class that is impossible somewhere inside, one such state."""
+        possible = {kind: None for state in self.within for kind in self._classes(state)}
+        for state in self.within:
+            here = self._classes(state)
+            for kind in possible:
+                if kind not in here:
+                    self.idle.setdefault(kind, state)
+            for target, kind in _edges(graph, state, serving):
+                if kind != UNFAIR and target in self.within:
+                    self.taken.setdefault(kind, (state, target))
+        self.possible = list(possible)
+
+    def _classes(self, state: int) -> dict[int, None]:
+        """Fairness classes with a move from here, the serving ones included: not taking these for ever is unfair."""
+        return {kind: None for _, kind in self.graph.out(state) if kind not in (FAULT, UNFAIR)}
+
+    @property
+    def fair(self) -> bool:
+        return all(kind in self.taken or kind in self.idle for kind in self.possible)
+
+    def states(self) -> list[int]:
+        """A closed walk, from the first state of the component back to it, that is fair to everyone."""
+        walk = [next(iter(self.within))]
+        for kind in self.possible:
+            if kind in self.idle:
+                walk += self._way(walk[-1], self.idle[kind])
+            else:
+                source, target = self.taken[kind]
+                walk += [*self._way(walk[-1], source), target]
+        if len(walk) == 1:
+            walk += next([target] for target, _ in _edges(self.graph, walk[0], self.serving) if target in self.within)
+        return walk + self._way(walk[-1], walk[0])
+
+    def _way(self, start: int, end: int) -> list[int]:
+        """A shortest way inside, without its first state."""
+        came: dict[int, int] = {start: start}
+        queue = [start]
+        for state in queue:
+            if state == end:
+                break
+            for target, _ in _edges(self.graph, state, self.serving):
+                if target in self.within and target not in came:
+                    came[target] = state
+                    queue.append(target)
+        way = []
+        while end != start:
+            way.append(end)
+            end = came[end]
+        return way[::-1]

@@ -98,7 +98,7 @@ class Codec:
         dues.sort()
         for _, code in dues:
             out.append(code)
-        if state.dirty or state.dirty_gpus or state.replan or state.failing:
+        if state.dirty or state.dirty_gpus or state.replan or state.failing or state.ledger.unpromised:
             raise InvariantBroken("something changed and was not planned for")
         return bytes(out)
 
@@ -223,6 +223,7 @@ class Codec:
         state.next_action, state.next_epoch, state.next_generation = NEXT, NEXT, 2
         ledger.waiting, ledger.leases, ledger.doomed, ledger.promised, ledger.unserving = {}, {}, {}, {}, {}
         ledger.init = None
+        ledger.unpromised = {}
         for gpu in ledger.gpus:
             gpu.promised = gpu.engine = gpu.lease = None
 

@@ -4,10 +4,11 @@ The graph is kept in flat arrays: a state costs its packed bytes and a few integ
 be stopped at any number of states, saved, and taken up again where it stopped.
 """
 
-import pickle
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from core.errors import ConfigError, InvariantBroken
 from core.verify import moves, rules
@@ -118,28 +119,43 @@ def _bits(node: Node, waits: Callable[[Node, int], bool]) -> int:
 
 # --- a search that goes on another day --------------------------------------------------------------------
 
+
+class Saved(msgspec.Struct, array_like=True):
+    """A search in a file (MessagePack): the arrays as they lie in memory."""
+
+    version: int
+    of: str
+    keys: list[bytes]
+    arrays: list[bytes]
+
+
 VERSION = 1
+ARRAYS = ("parents", "first_out", "targets", "classes", "hungry", "asking")
 
 
 def save(graph: Graph, file: Path) -> None:
-    """Write the search so far; a crash in between leaves the old file."""
+    """Write the search so far, without a state that was only half expanded; a crash in between leaves the old file."""
+    known, edges = graph.expanded, graph.first_out[-1]
+    whole = {"targets": edges, "classes": edges, "hungry": known, "asking": known}
+    arrays = [getattr(graph, name)[: whole.get(name)].tobytes() for name in ARRAYS]
     new = file.with_name(file.name + ".new")
-    with new.open("wb") as out:
-        pickle.dump((VERSION, tuple(graph.world), graph.keys, graph.parents, graph.first_out, graph.targets,
-                     graph.classes, graph.hungry, graph.asking), out)  # fmt: skip
+    new.write_bytes(msgspec.msgpack.encode(Saved(VERSION, repr(tuple(graph.world)), graph.keys, arrays)))
     new.replace(file)
 
 
 def resume(world: World, file: Path) -> Graph:
     """Read a saved search. Raises ConfigError if it is of another world, or no such file at all."""
     try:
-        with file.open("rb") as source:
-            version, of, *rest = pickle.load(source)
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, ImportError) as error:
+        saved = msgspec.msgpack.decode(file.read_bytes(), type=Saved)
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(str(file), f"is no saved search: {error}") from None
-    if (version, of) != (VERSION, tuple(world)):
+    if (saved.version, saved.of) != (VERSION, repr(tuple(world))):
         raise ConfigError(str(file), "is the search of another world", "name another file, or the same options")
     graph = Graph(world)
-    (graph.keys, graph.parents, graph.first_out, graph.targets, graph.classes, graph.hungry, graph.asking) = rest
+    graph.keys = saved.keys
     graph.numbers = {key: number for number, key in enumerate(graph.keys)}
+    for name, data in zip(ARRAYS, saved.arrays, strict=True):
+        found = getattr(graph, name)
+        del found[:]
+        found.frombytes(data)
     return graph

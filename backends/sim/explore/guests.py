@@ -94,7 +94,7 @@ class Client:
         self._batches: dict[int, int] = {}
         self._next_batch = 0
         self._tasks: anyio.abc.TaskGroup
-        self._gone = False
+        self._registered = self._gone = False
 
     async def run(self) -> None:
         async with anyio.create_task_group() as self._tasks:
@@ -127,6 +127,7 @@ class Client:
     # --- coming and going ---------------------------------------------------------------------------------
 
     async def register(self, move: Move) -> None:
+        self._registered = True
         await self._port.register(self._spec)
 
     async def other(self, move: Move) -> None:
@@ -259,7 +260,8 @@ class Client:
 
     async def repeat(self, move: Move) -> None:
         """Its first message again, long after it was answered."""
-        self._world.say(events.PipelineRegistered(pipeline=self._spec.id, seq=0, spec=self._spec))
+        if self._registered:
+            self._world.say(events.PipelineRegistered(pipeline=self._spec.id, seq=0, spec=self._spec))
 
     async def nonsense(self, move: Move) -> None:
         said = NONSENSE[move.number % len(NONSENSE)]

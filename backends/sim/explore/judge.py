@@ -22,7 +22,7 @@ from core.backend import Clock
 from core.config import Fault
 from core.errors import InvariantBroken, RequestError, TurnstileError, WorldError
 from core.events import FaultInjected, Message, PipelineEnded
-from core.ledger import Hold
+from core.ledger import Hold, Phase
 from core.pipeline import describe, wait_until
 from core.run import Result, execute
 from core.service import Listener, Service
@@ -221,7 +221,8 @@ class Trial:
 
 
 def left_over(state: State) -> str:
-    """What is still held or under way, in one line; empty: nothing. GPUs may stay in quarantine, or be lost."""
+    """What is still held or under way, in one line; empty: nothing. GPUs may stay in quarantine, or be lost; and a
+    registration that arrived once more after its pipeline was gone holds nothing."""
     ledger = state.ledger
     for action, _ in state.operations.values():
         if not (isinstance(action, actions.AwaitMemory) and ledger.gpus[action.gpus[0]].hold is Hold.QUARANTINED):
@@ -233,7 +234,7 @@ def left_over(state: State) -> str:
         if getattr(ledger, kind):
             return f"the ledger still has {kind}: {', '.join(map(str, getattr(ledger, kind)))}"
     for book in ledger.books.values():
-        if book.alive:
+        if book.alive and book.phase is not Phase.REGISTERED:
             return f"pipeline {book.id} is still {book.phase}"
     for name in state.timers:
         if not name.startswith("quarantine/"):

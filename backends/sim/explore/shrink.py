@@ -1,8 +1,9 @@
 """From a case that fails to the smallest one that fails in the same way.
 
 1. The signature stays fixed: the rule and how the run ended. Never the message, the pipeline or the time.
-2. Candidates are data: a candidate that is no possible world costs nothing, each other one a run, at most `RUNS_MOST`.
-3. Large cuts before small ones: the schedule to FIFO, then guests, pipelines, faults, moves, nodes and GPUs, steps, then
+2. Candidates are data: a candidate that is no possible world costs nothing, each other one a run, at most `RUNS_MOST` (and
+   `ENTRIES_MOST` entries of their logs together: a run that starves is a long one).
+3. Large cuts before small ones: the schedule to FIFO, limits (so that starving takes less time), then guests, pipelines, faults, moves, nodes and GPUs, steps, then
    simpler numbers, then the holds. Again from the start, until nothing more can go.
 """
 
@@ -16,11 +17,13 @@ from backends.sim.explore.case import Case, Finding, Guest, Schedule
 from backends.sim.explore.judge import judge
 from core.config import Durations, Fault, Job, Scenario
 from core.errors import ConfigError
-from core.model import MemoryNeeds, PipelineSpec, Role, WorkerGroup
+from core.model import Limits, MemoryNeeds, PipelineSpec, Role, WorkerGroup
 from core.topology import check_world
 from core.units import NS_PER_S
 
 RUNS_MOST = 300
+ENTRIES_MOST = 1_000_000
+LIMIT_LEAST = 5 * NS_PER_S
 
 T = TypeVar("T")
 set_ = msgspec.structs.replace
@@ -33,7 +36,12 @@ class Shrinker:
         self.best = case
         self.finding = finding
         self.runs = 0
-        self._left = runs_most
+        self._runs_most = runs_most
+        self._entries = 0
+
+    @property
+    def _left(self) -> bool:
+        return self.runs < self._runs_most and self._entries < ENTRIES_MOST
 
     def shrink(self) -> Case:
         """The smallest case found."""
@@ -59,9 +67,10 @@ class Shrinker:
     def _fails(self, candidate: Case) -> bool:
         if candidate == self.best or not possible(candidate):
             return False
-        self._left -= 1
         self.runs += 1
-        found = judge(candidate, thorough=self.finding.rule == "books").finding
+        run = judge(candidate, thorough=self.finding.rule == "books")
+        self._entries += run.entries
+        found = run.finding
         if found is None or found.signature != self.finding.signature:
             return False
         self.best, self.finding = candidate, found
@@ -92,6 +101,18 @@ def _without(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
 
 def _with_jobs(case: Case, jobs: Sequence[Job], **changes: Any) -> Case:
     return set_(case, scenario=set_(case.scenario, jobs=tuple(jobs), **changes))
+
+
+def shorter_limits(case: Case) -> Iterator[Case]:
+    """All limits a quarter of what they are, down to some seconds: the bounds are formulas of them."""
+    jobs = [set_(job, spec=set_(job.spec, limits=_quarter(job.spec.limits))) for job in case.scenario.jobs]
+    yield _with_jobs(case, jobs)
+
+
+def _quarter(limits: Limits) -> Limits:
+    return Limits(
+        **{name: min(value, max(value // 4, LIMIT_LEAST)) for name, value in msgspec.structs.asdict(limits).items()}
+    )
 
 
 def fewer_guests(case: Case) -> Iterator[Case]:
@@ -301,6 +322,6 @@ def plain_seed(case: Case) -> Iterator[Case]:
 
 
 PASSES: tuple[Callable[[Case], Iterator[Case]], ...] = (
-    fewer_guests, fewer_pipelines, fewer_faults, fewer_moves, fewer_nodes, fewer_engines, fewer_holds, less_work,
+    shorter_limits, fewer_guests, fewer_pipelines, fewer_faults, fewer_moves, fewer_nodes, fewer_engines, fewer_holds, less_work,
     simpler_jobs, simpler_costs, simpler_faults, simpler_moves, plain_seed,
 )  # fmt: skip
