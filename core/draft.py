@@ -65,6 +65,16 @@ class Draft:
         held = self.held.get(book)
         return len(book.up) if held is None else held
 
+    def bears_turn(self, engine: Engine) -> bool:
+        """Whether the turn of a pipeline rests on this engine: nobody of its other engines has completed anything, or
+        has served for longer. One that is still on its way up, or only promised, cannot take the turn over."""
+        mine = (engine.routable_since, engine.dp_rank)
+        return 0 <= engine.routable_since and not any(
+            other.completed or (other.routable_since, other.dp_rank) < mine
+            for other in engine.book.up.values()
+            if other is not engine and other.routable_since >= 0 and other not in self.gone
+        )
+
     def evict(self, gpus: tuple[int, ...], why: str) -> None:
         """Shrink every engine on these GPUs (or take its promise back)."""
         self.gone_last = []

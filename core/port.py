@@ -228,7 +228,7 @@ class Port:
     ) -> None:
         """A finished trajectory was accepted; `delivered` counts it."""
         self._check()
-        state = self._batches[batch]
+        state = self._open(batch)
         self._batches[batch] = BatchState(batch=batch, target=state.target, delivered=delivered, kind=state.kind)
         self._send(
             events.TrajectoryCompleted(
@@ -239,13 +239,19 @@ class Port:
 
     def demand_changed(self, batch: int, target: int, delivered: int, reason: str) -> None:
         """Accepted trajectories were dropped again, or some are given up."""
-        kind = self._batches[batch].kind
+        kind = self._open(batch).kind
         self._batches[batch] = BatchState(batch=batch, target=target, delivered=delivered, kind=kind)
         self._send(
             events.DemandChanged(
                 pipeline=self.pipeline, seq=self._next(), batch=batch, target=target, delivered=delivered, reason=reason
             )
         )
+
+    def _open(self, batch: int) -> BatchState:
+        state = self._batches.get(batch)
+        if state is None:
+            raise Conflict(f"{self.pipeline}: batch {batch} is not open")
+        return state
 
     def batch_closed(self, batch: int, reason: str) -> None:
         """The batch is taken, released, cancelled or failed."""

@@ -75,7 +75,9 @@ def _blocker(draft: Draft, request: Request, gpu: int, closed: dict[int, Request
 
 def _shielded(draft: Draft, engine: Engine, request: Request) -> bool:
     book = engine.book
-    if book is request.book or engine.completed or not outranks(book, request.due) or draft.up(book) > 1:
+    if book is request.book or engine.completed or not outranks(book, request.due):
+        return False
+    if draft.up(book) > 1 and not draft.bears_turn(engine):
         return False
     end = shielded_until(engine)
     draft.review(end)
@@ -116,7 +118,7 @@ def _obstacle(draft: Draft, gpu: int, closed: dict[int, Request | PipelineBook])
     if isinstance(tenant, Engine):
         if not demand(tenant.book, draft.ledger.policy):
             return 0
-        end = turn_end(tenant, draft.up(tenant.book) == 1)
+        end = turn_end(tenant, draft.up(tenant.book) == 1 or draft.bears_turn(tenant))
         draft.review(end)
         return int(end is None or end > draft.ledger.now)
     return 1 if isinstance(tenant, Lease) else 2

@@ -156,7 +156,7 @@ class Market:
                 return -1
             if mode == "rich" and wish.left < NEARLY_FINISHED:
                 return -1
-        end = turn_end(engine, remaining == 0)
+        end = turn_end(engine, remaining == 0 or self.draft.bears_turn(engine))
         if end is None or end > self.draft.ledger.now:
             self.draft.review(end)
             return -1

@@ -20,7 +20,7 @@ NEARLY_FINISHED = 0.1
 def turn_end(engine: Engine, only: bool) -> int | None:
     """The instant (ns) from which the engine may be given to another rollout; None: not before it was routable.
 
-    `only`: the pipeline has no other engine, so this is its turn.
+    `only`: the pipeline has no other engine to rely on, so this is its turn.
     """
     book = engine.book
     if engine.routable_since < 0 or engine.state not in UP:

@@ -352,7 +352,12 @@ def heal(machine: Core) -> None:
                 world.complete(name)
                 starving.pop(name, None)
         world.sleep(30)
-        busy = [n for n in NAMES if machine.alive(n) and (machine.book(n).open_demand or machine.book(n).requests)]
+        # One that is not initialised and does not ask to be was refused (a GPU of it is lost), and was told so.
+        busy = [
+            n for n in NAMES
+            if machine.alive(n)
+            and (machine.book(n).requests or (machine.book(n).phase is Phase.READY and machine.book(n).open_demand))
+        ]  # fmt: skip
         if not busy:
             break
     else:

@@ -117,14 +117,21 @@ def _number(node: Node, pipeline: str) -> int:
 
 
 def _time_may_pass(node: Node) -> bool:
-    """Not past the turn of an only engine with nothing completed: a trajectory fits into a turn."""
+    """Not past the turn of the engine that a pipeline relies on: a trajectory fits into a turn."""
+    now = node.now // TICK
     for book in node.books:
-        if len(book.up) != 1 or not book.open_demand:
+        if not book.open_demand:
             continue
-        (engine,) = book.up.values()
-        if engine.routable and not engine.completed and node.now // TICK - engine.routable_since // TICK >= _LAST:
-            return False
+        served = [engine for engine in book.up.values() if engine.routable_since >= 0]
+        if served and not any(engine.completed for engine in served):
+            first = min(served, key=_seniority)
+            if first.routable and now - first.routable_since // TICK >= _LAST:
+                return False
     return True
+
+
+def _seniority(engine: Engine) -> tuple[int, int]:
+    return engine.routable_since, engine.dp_rank
 
 
 _LAST = (TURN - RESIDENCE) // TICK

@@ -39,7 +39,7 @@ NO_LAG = 7
 
 HEAD = 8
 """Bytes of a pipeline before its batches; `ENGINE`: of an engine."""
-ENGINE = 3
+ENGINE = 4
 
 # Numbers of actions in flight: one at a time for each engine, GPU, and pipeline.
 STOP, MEMORY, FIRST_ENGINE, NEXT = 1, 20, 30, 200
@@ -133,6 +133,7 @@ class Codec:
 
     def _pack_engines(self, out: list[int], state: State, book: PipelineBook, tick: int) -> None:
         promised, unserving = state.ledger.promised, state.ledger.unserving
+        order = self._order(book)
         for engine in book.engines:
             where, deaths = engine.state, engine.deaths
             operation = detail = 0
@@ -153,7 +154,16 @@ class Codec:
                 STATE_CODE[where] | operation << 3 | engine.routable << 6 | engine.doomed << 7,
                 age | lag << 2 | done << 5 | (engine in promised) << 6 | (engine in unserving) << 7,
                 detail | engine.strikes << 3 | deaths << 5 | (engine.disabled != "") << 7,
+                order.get(engine.dp_rank, 0),
             )
+
+    @staticmethod
+    def _order(book: PipelineBook) -> dict[int, int]:
+        """Of engines that have served without completing anything, which did so first: a turn may rest on it."""
+        if len(book.up) < 2:
+            return {}
+        served = [(e.routable_since, rank) for rank, e in book.up.items() if e.routable_since >= 0 and not e.completed]
+        return {rank: place for place, (_, rank) in enumerate(sorted(served))} if len(served) > 1 else {}
 
     def _operation(self, book: PipelineBook, action: actions.Action) -> tuple[int, int]:
         if isinstance(action, actions.WakeEngine):
@@ -346,7 +356,7 @@ class Codec:
 
     def _engine(self, number: int, engine: Engine, code: bytes) -> tuple:
         """What the bytes of an engine mean; `_load_engines` says in which order."""
-        first, second, third = code
+        first, second, third, order = code
         state, doomed, promised = STATES[first & 7], first > 127, second & 64 > 0
         age, lag = second & 3, second >> 2 & 7
         version = -1 if lag == NO_LAG else VERSION - lag
@@ -355,7 +365,7 @@ class Codec:
         if kind is not None:
             action = self._engine_action(FIRST_ENGINE + 8 * number + engine.dp_rank, kind, engine, third & 7, version)
         return (
-            state, first & 64 > 0, doomed, -1 if age == NO_AGE else (NOW_TICK - age) * TICK, version, second >> 5 & 1,
+            state, first & 64 > 0, doomed, -1 if age == NO_AGE else (NOW_TICK - age) * TICK + order, version, second >> 5 & 1,
             third >> 3 & 3, third >> 5 & 3, "it may not be used" if third > 127 else "", action, promised,
             second > 127, state in UP or state is EngineState.DRAINING, promised or (state in UP and not doomed),
         )  # fmt: skip

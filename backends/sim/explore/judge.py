@@ -23,7 +23,7 @@ from core.config import Fault
 from core.errors import InvariantBroken, RequestError, TurnstileError, WorldError
 from core.events import FaultInjected, Message, PipelineEnded
 from core.ledger import Hold, Phase
-from core.pipeline import describe, wait_until
+from core.pipeline import describe, first_error, wait_until
 from core.run import Result, execute
 from core.service import Listener, Service
 from core.state import State
@@ -134,7 +134,8 @@ class Trial:
             )  # type: ignore[arg-type]
             made.outcome = result.outcome
             made.finding = self._of_books() or self._of_monitor(result) or self._of_pipelines(result) or self._of_rest()
-        except Exception as error:
+        except Exception as problem:
+            error = first_error(problem)
             made.outcome = "crashed"
             made.finding = self._finding("crash", type(error).__name__, describe(error) or "")
         made.decisions, made.holds = recorder.decisions, recorder.made
