@@ -6,6 +6,7 @@ Drawing from one belongs to the backend that simulates; the formulas of limits n
 import csv
 import io
 import math
+from functools import lru_cache
 from pathlib import Path
 
 from core.config import Durations
@@ -130,6 +131,7 @@ def _sample(row: list[str], column: int, where: str) -> int:
 # --- quantiles ------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)  # each default limit asks for the same few, at a millisecond each
 def quantile(durations: Durations, q: float) -> int:
     """The duration (ns) that a share `q` of them does not exceed, rounded up to a whole millisecond.
 

@@ -194,12 +194,11 @@ def contended() -> Case:
     """Two pipelines that share one GPU, and a third beside them with a fault that has nothing to do with it."""
     limits = dict.fromkeys(make_job().spec.limits.__struct_fields__, 20 * SECOND)
     costs = dict.fromkeys(("init", "train", "sync", "sleep", "wake", "publish", "offload", "onload"), SECOND)
-    jobs = [make_job("p1", (0,), (0,), **costs), make_job("p2", (0,), (0,), **costs), make_job("p3", (1,), (1,), **costs)]
-    jobs = [
-        msgspec.structs.replace(job, spec=msgspec.structs.replace(
-            job.spec, limits=msgspec.structs.replace(job.spec.limits, **limits)))
-        for job in jobs
-    ]  # fmt: skip
+    jobs = []
+    for name, gpu in (("p1", 0), ("p2", 0), ("p3", 1)):
+        job = make_job(name, (gpu,), (gpu,))
+        spec = msgspec.structs.replace(job.spec, limits=msgspec.structs.replace(job.spec.limits, **limits))
+        jobs.append(msgspec.structs.replace(job, spec=spec, costs=msgspec.structs.replace(job.costs, **costs)))
     fault = Fault(at=30 * SECOND, kind="slow_engine", pipeline="p3", dp_rank=0, factor=2.0, duration=SECOND)
     return Case(scenario=make_scenario(*jobs, faults=(fault,)), heal_at=40 * SECOND)
 
