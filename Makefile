@@ -1,5 +1,6 @@
 # make demo    creates .venv, installs Turnstile and runs the incident on the simulator
 # make test    the same for the tests
+# make soak    explores for as long as it is told to: SEEDS=100000, or TIME=3600 (seconds); FIRST=0 is the first seed
 # make bench   speed and memory, as ratios measured in one run
 # make lint    style
 # make clean   removes .venv and whatever else was generated
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NEWEST_FIRST := python3.13 python3.12 python3.11 python3 python
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test soak bench lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/sim.installed
@@ -19,6 +20,10 @@ demo: $(VENV)/sim.installed
 
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest
+
+soak: $(VENV)/sim.installed
+	$(BIN)/python -m scenarios.explore --first-seed $(or $(FIRST),0) --seeds $(or $(SEEDS),$(if $(TIME),1000000000,10000)) \
+	  $(if $(TIME),--time $(TIME))
 
 bench: $(VENV)/test.installed
 	$(BIN)/python -m benchmarks

@@ -193,6 +193,7 @@ def memory_missing(state: State, clearing: Clearing, reason: str) -> None:
         if source is None:
             _end_hoarder(state, gpu)
         watch_gpu(state, gpu.id, book, source)
+    settle(state, book)  # what is left in quarantine does not hold up a leave
 
 
 def _end_hoarder(state: State, gpu: Gpu) -> None:

@@ -183,6 +183,9 @@ class Hooks:
         self._open: dict[int, RolloutBatch] = {}
         self._opened = 0
         self._taken: list[Sample] = []
+        self.on_published: Callable[[int], None] = lambda step: None
+        """Called by `after_step` once the step's weights are published and before its GPUs go back: the moment to open
+        the next batch, so that the scheduler knows the demand when it gives the GPUs away."""
 
     def open_batch(self, batch: int, target: int, kind: BatchKind = BatchKind.TRAIN) -> RolloutBatch:
         """Declare that `target` trajectories are wanted; numbers ascend over both kinds. Returns at once."""
@@ -208,6 +211,7 @@ class Hooks:
         """The actor was trained: publish `version`, report the step, offload and release."""
         await self._trainer.publish(version)
         self._port.tell(events.StepCompleted(pipeline=self._pipeline, step=step))
+        self.on_published(step)
         await self._trainer.release()
 
     async def release_only(self) -> None:
@@ -251,19 +255,23 @@ class TrainingLoop:
         self._batches = 0
         self._opened = 0
         self._evaluation: RolloutBatch | None = None
+        hooks.on_published = self._published
 
     def begin(self) -> None:
         self._open_through(self._job.spec.staleness)
 
     async def run(self) -> None:
         for step in range(self._job.steps):
-            self._open_through(step + self._job.spec.staleness)
             # An evaluation stays on one version, so it ends before the step that publishes the next one; and before
             # that step's lease, which may need the very GPUs it runs on.
             await self._finish_evaluation()
             await self._train(step)
-            self._evaluate_after(step)
         await self._finish_evaluation()
+
+    def _published(self, step: int) -> None:
+        """Demand first: what comes next is opened while the trainer still holds its GPUs."""
+        self._evaluate_after(step)
+        self._open_through(step + 1 + self._job.spec.staleness)
 
     def _open_through(self, last: int) -> None:
         """Open every training batch up to number `last` that is not open yet."""

@@ -160,11 +160,17 @@ def _declare_needs(state: State, book: PipelineBook) -> None:
 
 
 def stopped(state: State, book: PipelineBook, failure: str | None) -> None:
-    """The workers are stopped, or nobody knows: watch what they held."""
+    """The workers are stopped, or nobody knows: watch what they held. What one of them had kept for too long has a new
+    chance to come back, now that none of them lives."""
     book.stop = -1
+    gpus = tuple(book.clearing)
     if failure:
-        quarantine(state, tuple(book.clearing), book, f"workers of {book.id} could not be stopped: {failure}")
-    for gpu in book.clearing:
+        quarantine(state, gpus, book, f"workers of {book.id} could not be stopped: {failure}")
+    else:
+        state.ledger.clear(gpus, book, f"the end of {book.id}")
+    for gpu in gpus:
+        if not failure:
+            state.cancel_timer(f"quarantine/{gpu}")
         watch_gpu(state, gpu, book, None)
     settle(state, book)
 

@@ -5,7 +5,7 @@ Within a region (`core.regions`) shares are computed once (`core.shares`), then 
 1. pipelines without an engine, longest hungry first, up to their share: from GPUs that are free or only held by a
    pipeline without demand, else from donors above their share, else by taking a turn;
 2. GPUs still to be given away, to whoever is furthest below its share, so that none stays idle;
-3. if a donor is a whole engine above its exact share and a receiver a whole one below, one engine each.
+3. if a donor is a whole engine above its exact share and a receiver a whole one below, one engine each; then again 2.
 
 The third step needs a whole engine on both sides because shares drift with every completed trajectory: rounding alone
 must not make engines change hands. A donor's engine is never taken within its residence, and donors with the largest
@@ -188,7 +188,10 @@ def share_rollouts(
             ):
                 break
     _use_idle(draft, market, everyone)
+    before = len(draft.plan.expands)
     _level(draft, market, everyone)
+    if len(draft.plan.expands) > before:  # who gave may find a use for what was idle
+        _use_idle(draft, market, everyone)
 
 
 class Survey:

@@ -1,7 +1,7 @@
 """Small worlds proved whole: every reachable state of the scheduler, every order of what may happen.
 
-    python -m scenarios.verify --gpus 2 --pipelines 2                        the incident's world: no deadlock, no starvation
-    python -m scenarios.verify --gpus 2 --pipelines 2 --demand signal        the incident's deadlock, as the shortest run
+    python -m scenarios.verify --gpus 2 --pipelines 2                       the incident's world: nobody waits for ever
+    python -m scenarios.verify --gpus 2 --pipelines 2 --demand signal       the incident's deadlock, as the shortest run
     python -m scenarios.verify --gpus 4 --pipelines 2 --tp 1,2 --resume big.search --max-states 1000000
 
 Exit codes: 0 proved, 1 a rule is broken or the search is not finished, 2 bad input, 3 somebody may wait for ever.
@@ -31,9 +31,9 @@ def parser() -> Parser:
     made = Parser(prog="python -m scenarios.verify", description="prove a small world whole, or show how it goes wrong")
     made.add_argument("--gpus", type=int, default=2, metavar="G", help="GPUs (default 2)")
     made.add_argument("--pipelines", type=int, default=2, metavar="P", help="pipelines (default 2)")
-    made.add_argument("--tp", type=_sizes, default=(1,), metavar="N,..", help="GPUs an engine, of each pipeline in turn")
+    made.add_argument("--tp", type=_sizes, default=(1,), metavar="N,..", help="GPUs an engine, by pipeline")
     made.add_argument("--mapping", type=Mapping, choices=list(Mapping), default=Mapping.INCIDENT,
-                      help="who trains where: on a GPU each (incident, default), on all (full); partial: rollouts on all but one")  # fmt: skip
+                      help="training on one GPU each (incident), on all (full); partial: rollouts on all but one")  # fmt: skip
     made.add_argument("--start", type=Start, choices=list(Start), default=Start.FREE,
                       help="incident: each initialises only after rollout was granted to the one before")  # fmt: skip
     made.add_argument("--demand", type=DemandPolicy, choices=list(DemandPolicy), default=DemandPolicy.BATCH,

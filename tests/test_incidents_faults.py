@@ -417,9 +417,9 @@ def test_i31_memory_that_stays_is_quarantined_reaped_and_never_granted_meanwhile
     run = incident("i31")
     (locked,) = run.times(actions.Note, kind="quarantine")
     reaped = [(at, action.dp_rank) for at, action in run.all(actions.KillEngine, pipeline="a")]
-    assert len(reaped) == 1 and reaped[0][1] == 1 and reaped[0][0] >= locked
-    given = [at for kind in (actions.WakeEngine, actions.GrantLease) for at, item in run.all(kind) if 1 in item.gpus]
-    claimed = next(at for at, item in run.all(actions.SleepEngine, pipeline="a", dp_rank=1))
+    assert len(reaped) == 1 and reaped[0][1] == 0 and reaped[0][0] >= locked
+    given = [at for kind in (actions.WakeEngine, actions.GrantLease) for at, item in run.all(kind) if 0 in item.gpus]
+    claimed = next(at for at, item in run.all(actions.SleepEngine, pipeline="a", dp_rank=0))
     assert not [at for at in given if claimed <= at < reaped[0][0]]
     assert max(free_when_taken(run)) <= gib(6)
 

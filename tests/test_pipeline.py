@@ -76,9 +76,9 @@ def test_a_run_says_these_things_in_this_order():
         ("batch_closed", 0, "taken"),
         ("request", "ACTOR_TRAINING"),
         ("weights_published", 1),
-        ("release",),
-        ("batch_opened", 1, 1, "train"),
+        ("batch_opened", 1, 1, "train"),  # the demand is known before the GPUs are given away
         ("rollout_signal", 1),
+        ("release",),
         ("batch_closed", 1, "taken"),
         ("request", "ACTOR_TRAINING"),
         ("weights_published", 2),

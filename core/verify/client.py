@@ -60,7 +60,7 @@ def say(world: World, node: Node, number: int, word: int) -> events.Message:
         case 3 | 10:  # FIRST_SIGNAL, SIGNAL
             return events.RolloutSignalled(**who, batch=book.opened_through)
         case 4 | 8:  # INIT_RELEASE, RELEASE
-            node.active[number] &= ~(TRAINER | INITIALISER)
+            node.leave(number, TRAINER | INITIALISER)
             return events.LeaseReleased(**who, epoch=min(book.leases))
         case 5:  # ROLLOUT
             return events.BatchClosed(**who, batch=min(book.batches), reason="taken")

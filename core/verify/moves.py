@@ -25,7 +25,7 @@ from core.model import Priority
 from core.scheduler import Decision, decide
 from core.state import Clearing
 from core.verify import client
-from core.verify.node import INITIALISER, TRAINER, Node
+from core.verify.node import ALL, INITIALISER, TRAINER, Node
 from core.verify.world import RESIDENCE, TICK, TURN, Start, World
 
 UNFAIR = 255
@@ -252,6 +252,7 @@ def _event(world: World, node: Node, move: Move) -> events.Event:
             _ended(node, move)
             return events.ActionDone(action=move.number)
         case "memory":
+            node.dregs &= ~(1 << move.who)
             return events.ActionDone(action=move.number, free={move.who: 1})
         case "memory_missing" | "fails":
             return events.ActionFailed(action=move.number, reason="it failed")
@@ -270,7 +271,7 @@ def _mishap(node: Node, move: Move) -> events.Event:
     book = node.books[move.who]
     match move.kind:
         case "dies":
-            node.active[move.who] &= ~(1 << move.rank)
+            node.leave(move.who, 1 << move.rank)
             return events.EngineDied(pipeline=book.id, dp_rank=move.rank, reason="it died")
         case "trainer_fails":
             return events.TrainerFailed(pipeline=book.id, reason="it broke")
@@ -296,9 +297,9 @@ def _ended(node: Node, move: Move) -> None:
     match action:
         case actions.SleepEngine() | actions.KillEngine():
             assert isinstance(subject, Engine)
-            node.active[move.who] &= ~(1 << subject.dp_rank)
+            node.leave(move.who, 1 << subject.dp_rank)
         case actions.StopPipeline():
-            node.active[move.who] = 0
+            node.leave(move.who, ALL)
 
 
 # --- what the scheduler may ask for, and when -----------------------------------------------------------------
@@ -320,6 +321,8 @@ def _grant(node: Node, action: actions.GrantLease) -> None:
 
 def _must_be_empty(node: Node, gpus: tuple[int, ...], what: str) -> None:
     for gpu in gpus:
+        if node.dregs >> gpu & 1:
+            raise InvariantBroken(f"S2: {what} before the memory of GPU {gpu} was seen free")
         for number, bit in node.occupants(gpu):
             whose = {TRAINER: "its trainer", INITIALISER: "its initialisation"}.get(bit, f"engine {bit.bit_length()-1}")
             raise InvariantBroken(f"S2: {what} while GPU {gpu} is still used by {node.books[number].id} ({whose})")
@@ -329,4 +332,5 @@ def _open(world: World, node: Node, action: actions.OpenGate) -> None:
     book = node.books[_number(node, action.pipeline)]
     engine = book.engines[action.dp_rank]
     if engine.state is not EngineState.AWAKE or engine.version != action.version or action.version < 0:
-        raise InvariantBroken(f"S4: the gate of {engine.id} opens for version {action.version}; it has {engine.version}")
+        has = f"it is {engine.state} with version {engine.version}"
+        raise InvariantBroken(f"S4: the gate of {engine.id} opens for version {action.version}; {has}")

@@ -78,7 +78,7 @@ class Codec:
         review = 0
         if state.review_at >= 0:
             review = 1 + max(0, state.review_at // TICK - tick)
-        out = [node.faults, review | state.contended << 7]
+        out = [node.faults, review | state.contended << 7, node.dregs]
         dues: list[tuple[int, int]] = []
         for number, book in enumerate(node.books):
             self._pack_book(out, node, number, book)
@@ -197,13 +197,13 @@ class Codec:
         state = node.state
         ledger = state.ledger
         node.now = ledger.now = NOW_TICK * TICK + 40
-        node.faults, review = key[0], key[1]
+        node.faults, review, node.dregs = key[0], key[1], key[2]
         self._reset(state)
         if review & 127:
             state.review_at = (NOW_TICK + (review & 127) - 1) * TICK
             state.timers["review"] = 1
         state.contended = review > 127
-        place = 2
+        place = 3
         alive = 0
         for number, book in enumerate(self._books):
             place = self._load_book(node, number, book, key, place)
@@ -365,7 +365,8 @@ class Codec:
         if kind is not None:
             action = self._engine_action(FIRST_ENGINE + 8 * number + engine.dp_rank, kind, engine, third & 7, version)
         return (
-            state, first & 64 > 0, doomed, -1 if age == NO_AGE else (NOW_TICK - age) * TICK + order, version, second >> 5 & 1,
+            state, first & 64 > 0, doomed, -1 if age == NO_AGE else (NOW_TICK - age) * TICK + order, version,
+            second >> 5 & 1,
             third >> 3 & 3, third >> 5 & 3, "it may not be used" if third > 127 else "", action, promised,
             second > 127, state in UP or state is EngineState.DRAINING, promised or (state in UP and not doomed),
         )  # fmt: skip

@@ -25,7 +25,8 @@ def _nothing_left_to_plan(node: Node) -> None:
     again = plan(state.ledger, state.regions)
     if not again.empty:
         changes = [*again.grants, *again.expands, *again.shrinks, *again.revoked]
-        raise InvariantBroken("planning again changes the plan: " + "; ".join(f"{what}: {why}" for what, why in changes))
+        text = "; ".join(f"{what}: {why}" for what, why in changes)
+        raise InvariantBroken(f"planning again changes the plan: {text}")
 
 
 def _everything_is_under_way(node: Node) -> None:

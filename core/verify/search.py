@@ -1,7 +1,7 @@
 """All reachable states, breadth first, so that the first way to a state is a shortest one.
 
-The graph is kept in flat arrays: a state costs its packed bytes and a few integers, a transition five or so bytes. A search can
-be stopped at any number of states, saved, and taken up again where it stopped.
+The graph is kept in flat arrays: a state costs its packed bytes and a few integers, a transition five bytes. A search
+can be stopped at any number of states, saved, and taken up again where it stopped.
 """
 
 from array import array

@@ -1,0 +1,250 @@
+"""Small worlds proved whole, and the prover proved honest: packing loses nothing, and what is wrong is found."""
+
+import random
+from array import array
+
+import pytest
+
+from core import events, planner
+from core.errors import ConfigError, InvariantBroken
+from core.model import DemandPolicy, Priority, Role
+from core.verify import liveness, moves, search
+from core.verify.node import Node
+from core.verify.packing import Codec
+from core.verify.proof import BROKEN, PROVED, STUCK, UNFINISHED, prove
+from core.verify.search import Graph, resume, save
+from core.verify.world import Mapping, Start, World, admitted
+from scenarios import verify
+from tests.core_world import CoreWorld, spec
+
+WHOLE = 10**9
+FAULTY = World(pipelines=3, target=2, faults=3)
+WIDE = World(gpus=4, tp=(1, 2), target=2, staleness=1, faults=1)
+
+
+# --- packing ----------------------------------------------------------------------------------------------
+
+
+def nameless(move: moves.Move) -> moves.Move:
+    return move._replace(number=0)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [World(target=2), FAULTY, WIDE, World(pipelines=3, demand=DemandPolicy.FLOOR, faults=2), World(coarse=True)],
+    ids=["plain", "faulty", "wide", "floor", "coarse"],
+)
+def test_a_state_that_was_never_packed_behaves_like_its_packed_twin(world: World) -> None:
+    codec = Codec(world)
+    for seed in range(6):
+        draw = random.Random(f"{seed}:walk")
+        node = Node(admitted(world))
+        node.faults = world.faults
+        for _ in range(150):
+            key = codec.pack(node)
+            twins = {nameless(move): move for move in moves.enabled(world, codec.load(key))}
+            assert codec.pack(codec.load(key)) == key
+            able = moves.enabled(world, node)
+            assert sorted(map(nameless, able)) == sorted(twins)
+            if not able:
+                break
+            move = draw.choice(able)
+            twin = codec.load(key)
+            moves.apply(world, twin, twins[nameless(move)])
+            after = codec.pack(twin)
+            moves.apply(world, node, move)
+            assert codec.pack(node) == after, move
+
+
+# --- proofs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "states"),
+    [
+        (World(gpus=1, pipelines=1), 29),
+        (World(gpus=2, pipelines=1), 54),
+        (World(gpus=1, pipelines=2), 4_639),
+        (World(gpus=2, pipelines=1, mapping=Mapping.FULL, target=2, faults=1), None),
+        (World(gpus=1, pipelines=1, faults=2), None),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, World) else "",
+)
+def test_a_small_world_is_proved_whole(world: World, states: int | None) -> None:
+    verdict = prove(Graph(world), WHOLE)
+    assert verdict.outcome == PROVED, verdict.story
+    assert states in (None, verdict.states)
+
+
+def test_the_incident_s_world_is_proved_whole_under_batch() -> None:
+    verdict = prove(Graph(World(start=Start.INCIDENT, coarse=True)), WHOLE)
+    assert verdict.outcome == PROVED, verdict.story
+
+
+@pytest.mark.parametrize("start", list(Start))
+def test_the_incident_s_deadlock_is_found_under_signal_as_its_shortest_run(start: Start) -> None:
+    graph = Graph(World(demand=DemandPolicy.SIGNAL, start=start))
+    verdict = prove(graph, WHOLE)
+    stuck = liveness.first_stuck(graph)
+    assert verdict.outcome == STUCK
+    assert stuck is not None and not stuck.wait.lease and not stuck.cycle, "it is doomed, not merely unlucky"
+    told = "\n".join(verdict.story)
+    assert told.count("asks to be initialised") == 2 and "   7. " not in told
+    assert "its signal is consumed" in told
+    assert "under the policy `signal` the scheduler sees no demand" in told
+
+
+def test_the_deadlock_is_named_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["--demand", "signal", "--start", "incident", "--quiet"]) == 3
+    assert "somebody may wait for ever" in capsys.readouterr().out
+
+
+# --- the prover sees what is wrong ------------------------------------------------------------------------
+
+
+def test_a_wake_on_a_gpu_in_use_is_a_broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the look at memory, a sleeping engine's claim would be enough."""
+    monkeypatch.setattr("core.ledger.Ledger.clear", _clear_at_once)
+    verdict = prove(Graph(World(gpus=1, pipelines=2)), WHOLE)
+    assert verdict.outcome == BROKEN
+    assert verdict.story[-1].startswith("broken: ")
+
+
+def _clear_at_once(ledger, ids, book, why, *, quarantine=False):
+    for gpu in ids:
+        ledger.gpus[gpu].engine = ledger.gpus[gpu].lease = None
+        ledger.gpus[gpu].hold = type(ledger.gpus[gpu].hold).FREE
+    return ()
+
+
+def test_a_pipeline_that_is_left_out_is_found_starving(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planner._demanders
+    monkeypatch.setattr(planner, "_demanders", lambda *given: [book for book in whole(*given) if book.id != "p2"])
+    monkeypatch.setattr("core.verify.rules._no_gpu_idles", lambda node: None)
+    verdict = prove(Graph(World(gpus=1, pipelines=2)), WHOLE)
+    assert verdict.outcome == STUCK
+    assert any("p2 never gets a rollout engine" in line for line in verdict.story)
+
+
+def test_residence_without_turns_is_found_starving_in_a_fair_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that change hands as soon as they serve, whatever was completed: nobody need ever finish anything."""
+    monkeypatch.setattr("core.rollouts.turn_end", _as_soon_as_it_serves)
+    monkeypatch.setattr("core.verify.rules._nothing_left_to_plan", lambda node: None)
+    verdict = prove(Graph(World(gpus=1, pipelines=2)), WHOLE)
+    assert verdict.outcome == STUCK
+    assert any("goes round and round" in line for line in verdict.story)
+
+
+def _as_soon_as_it_serves(engine, only):
+    return engine.routable_since if engine.routable else None
+
+
+def ring(classes: list[int]) -> Graph:
+    """Two states in a circle, in both of which p1 wants trajectories; a self-loop of each class given at the first."""
+    graph = Graph(World(gpus=1, pipelines=1))
+    graph.keys = [b"0", b"1"]
+    graph.parents = array("I", [0, 0])
+    graph.targets = array("I", [1, *(0 for _ in classes), 0])
+    graph.classes = array("B", [30, *classes, 30])
+    graph.first_out = array("Q", [0, 1 + len(classes), 2 + len(classes)])
+    graph.hungry = array("B", [1, 1])
+    graph.asking = array("B", [0, 0])
+    return graph
+
+
+def test_a_circle_from_which_no_way_leads_out_is_doomed() -> None:
+    stuck = liveness.first_stuck(ring([]))
+    assert stuck is not None and stuck.state == 0 and stuck.cycle == ()
+
+
+def test_a_move_that_is_possible_now_and_then_may_never_come() -> None:
+    """Weak fairness: the trajectory could be completed in one of the two states only."""
+    stuck = liveness.first_stuck(ring([moves.COMPLETES]))
+    assert stuck is not None and set(stuck.cycle) == {0, 1}
+
+
+def test_a_move_that_stays_possible_comes_at_last() -> None:
+    graph = ring([moves.COMPLETES])
+    graph.targets = array("I", [1, 0, 0, 0])
+    graph.classes = array("B", [30, moves.COMPLETES, 30, moves.COMPLETES])
+    graph.first_out = array("Q", [0, 2, 4])
+    assert liveness.first_stuck(graph) is None
+
+
+def test_a_fault_is_no_way_out() -> None:
+    assert liveness.first_stuck(ring([search.FAULT])) is not None
+
+
+# --- stopping and going on --------------------------------------------------------------------------------
+
+
+def test_a_search_that_was_stopped_goes_on_to_the_same_graph(tmp_path) -> None:
+    world = World(gpus=1, pipelines=2)
+    file = tmp_path / "one.search"
+    graph = Graph(world)
+    assert prove(graph, 1_000).outcome == UNFINISHED
+    save(graph, file)
+    again = resume(world, file)
+    assert prove(again, WHOLE).outcome == PROVED
+    at_once = Graph(world)
+    search.explore(at_once, WHOLE)
+    assert (again.keys, again.targets, again.classes) == (at_once.keys, at_once.targets, at_once.classes)
+
+
+def test_a_search_of_another_world_is_not_taken_up(tmp_path) -> None:
+    file = tmp_path / "one.search"
+    graph = Graph(World(gpus=1, pipelines=2))
+    search.explore(graph, 50)
+    save(graph, file)
+    with pytest.raises(ConfigError, match="another world"):
+        resume(World(gpus=2, pipelines=2), file)
+    file.write_bytes(b"no search")
+    with pytest.raises(ConfigError, match="no saved search"):
+        resume(World(), file)
+
+
+@pytest.mark.parametrize("wrong", [["--gpus", "0"], ["--tp", "3"], ["--tp", "x"], ["--faults", "-1"]])
+def test_a_world_that_cannot_be_is_refused_in_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = verify.main(wrong)
+    except SystemExit as refused:
+        code = refused.code
+    assert code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+# --- what it found ----------------------------------------------------------------------------------------
+
+
+def test_an_engine_on_its_way_up_does_not_take_the_turn_from_the_one_that_serves() -> None:
+    """Else each engine could be cut off in favour of the next, and no trajectory would ever be finished."""
+    world = CoreWorld()
+    world.ready(spec("a", train=(0,)), spec("b", train=(1,)))
+    world.open("a", 8)
+    a = world.state.ledger.books["a"].engines
+    while not a[0].routable:
+        world.end(next(act for act in world.pending.values() if getattr(act, "dp_rank", 0) == 0))
+    world.sleep(30)  # longer than its residence, shorter than its turn; the other engine is still being woken
+    world.open("b", 8)
+    assert (a[0].state, a[1].state) == ("awake", "waking")
+    world.complete("a", 0)
+    assert a[0].state == "draining", "one completed trajectory ends the turn"
+
+
+def test_an_initialisation_that_was_cancelled_may_be_asked_for_again() -> None:
+    """The grant had been delivered, but the client never began: it is not initialised."""
+    world = CoreWorld()
+    world.join(spec("a"))
+    world.ask("a", Role.ACTOR_TRAIN, Priority.INITIALIZATION)
+    world.settle()
+    assert world.say(events.RequestCancelled, "a", request=0) is None
+    world.settle()
+    assert world.ask("a", Role.ACTOR_TRAIN, Priority.INITIALIZATION) is None
+
+
+def test_packing_refuses_a_change_nobody_planned_for() -> None:
+    world = World()
+    node = Node(admitted(world))
+    node.state.replan = True
+    with pytest.raises(InvariantBroken, match="not planned for"):
+        Codec(world).pack(node)
