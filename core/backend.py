@@ -15,6 +15,7 @@ Rules every backend keeps (tests/test_backend_contract.py runs one suite on all 
 """
 
 from collections.abc import Awaitable, Callable
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Literal, Protocol
 
@@ -23,6 +24,9 @@ from core.errors import ConfigError
 from core.model import Record, Role
 
 Emit = Callable[[events.AnyEvent], None]
+Outcome = events.ActionDone | events.ActionFailed
+MayBegin = Callable[[actions.Action], bool]
+Answer = Callable[[actions.Action, Outcome], None]
 Phase = Literal["init", "onload", "train", "log_probs", "values", "publish", "offload"]
 
 
@@ -102,9 +106,16 @@ class Backend(Protocol):
 
     # --- engines, commanded by the scheduler ---------------------------------------------------------
 
-    async def perform(self, action: actions.BACKEND | actions.OpenGate) -> events.ActionDone | events.ActionFailed:
+    async def perform(self, action: actions.BACKEND | actions.OpenGate) -> Outcome:
         """Carry out one action of the core."""
         ...
+
+    # A backend whose operations need no tasks may also have
+    #
+    #     def begin(self, action, may_begin: MayBegin, answer: Answer) -> Callable[[], None]
+    #
+    # It carries out the action as `perform` does, without anybody waiting: in a later step of the event loop it asks
+    # `may_begin(action)`, and if so calls `answer(action, outcome)` once. What it returns gives the answer up.
 
     # --- trainers, commanded by the pipeline while it holds the lease ---------------------------------
 
@@ -124,6 +135,7 @@ class Backend(Protocol):
         ...
 
 
+@cache  # reading the entry points of everything installed takes longer than a small run
 def load_backend(name: str) -> Callable[..., Backend]:
     """The backend class registered under `name` in the entry-point group `turnstile.backends`.
 

@@ -10,7 +10,7 @@ from core.ledger import Engine, Lease, Ledger, PipelineBook, Request
 class Plan:
     """What should change. Lists are in order of decision; every entry says why in one clause."""
 
-    __slots__ = ("grants", "expands", "shrinks", "revoked", "waits", "review_at", "unmet", "beyond")
+    __slots__ = ("grants", "expands", "shrinks", "revoked", "waits", "review_at", "unmet")
 
     def __init__(self) -> None:
         self.grants: list[tuple[Request, str]] = []
@@ -25,9 +25,6 @@ class Plan:
         """When time alone (a residence, a turn) will make another plan possible."""
         self.unmet: dict[PipelineBook, None] = {}
         """Pipelines that wait for somebody else's turn or residence to end."""
-        self.beyond: dict[PipelineBook, None] = {}
-        """Pipelines that lost an engine and have GPUs outside the region that was planned: there, too, is something to
-        decide now."""
 
     @property
     def empty(self) -> bool:
@@ -54,11 +51,10 @@ class Draft:
         """Pipelines that this plan took something from."""
 
     def tenant(self, gpu: int) -> Engine | Lease | Request | None:
-        given = self.given.get(gpu)
-        if given is not None:
-            return given
+        if gpu in self.given:
+            return self.given[gpu]
         tenant = self.ledger.gpus[gpu].tenant
-        return None if tenant in self.gone else tenant
+        return None if tenant is None or tenant in self.gone else tenant
 
     def up(self, book: PipelineBook) -> int:
         """Engines the pipeline has, or is promised."""
@@ -69,7 +65,7 @@ class Draft:
         """Whether the turn of a pipeline rests on this engine: nobody of its other engines has completed anything, or
         has served for longer. One that is still on its way up, or only promised, cannot take the turn over."""
         mine = (engine.routable_since, engine.dp_rank)
-        return 0 <= engine.routable_since and not any(
+        return engine.routable_since >= 0 and not any(
             other.completed or (other.routable_since, other.dp_rank) < mine
             for other in engine.book.up.values()
             if other is not engine and other.routable_since >= 0 and other not in self.gone

@@ -7,8 +7,8 @@ planning again at once gives an empty plan. Two passes:
 1. `core.queueing`: non-rollout requests, in order of `demand.due`, their whole mapping or nothing.
 2. `core.rollouts`: engines for everyone with rollout demand, on what the first pass left.
 
-A plan looks at the region around what changed (`core.regions`); `dirty=None` looks at everything. Whoever lost an
-engine there may have to grow elsewhere: those are in `Plan.beyond`, for the next plan of the same decision.
+A plan looks at the region around what changed (`core.regions`), and at the regions of whoever lost an engine there;
+`dirty=None` looks at everything.
 """
 
 from collections.abc import Iterable

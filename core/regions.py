@@ -63,8 +63,3 @@ class Regions:
             if cls is not None:
                 found[cls.number] = cls
         return [found[number] for number in sorted(found)]
-
-    def beyond(self, book: PipelineBook, classes: list[GpuClass]) -> bool:
-        """Whether the pipeline can use GPUs outside these classes (which are in order of number)."""
-        mine = self.classes_of.get(book, ())
-        return len(mine) > len(classes) or any(cls not in classes for cls in mine)

@@ -2,8 +2,8 @@
 
 1. One event at a time, to the end: log it, decide, log and start what was decided. Decisions are synchronous; nothing
    can slip in between.
-2. One task for each operation of the backend, each ending in exactly one outcome. Past its limit an operation is
-   cancelled and its outcome is *unknown*; a later answer is ignored by its number.
+2. Each operation of the backend ends in exactly one outcome; a task waits for it, unless the backend needs none. Past
+   its limit an operation is given up and its outcome is *unknown*; a later answer is ignored by its number.
 3. The service holds no policy and no scheduler state but the object it hands to `decide`.
 """
 
@@ -17,7 +17,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from core import actions, events
-from core.backend import Backend, Timer
+from core.backend import Backend, Outcome, Timer
 from core.config import Trigger
 from core.errors import TurnstileError
 from core.model import Cluster, DemandPolicy
@@ -58,7 +58,8 @@ class Service:
         self._heard: dict[str, int] = {}
         self._entry_of: dict[int, int] = {}
         self._limits: dict[int, Timer] = {}
-        self._scopes: dict[int, anyio.CancelScope] = {}
+        self._give_up: dict[int, Callable[[], None]] = {}
+        self._begin_without_task = getattr(backend, "begin", None)
         self._timers: dict[str, Timer] = {}
         self._seen: dict[Trigger, anyio.Event] = {}
         self._tasks: TaskGroup | None = None
@@ -77,6 +78,8 @@ class Service:
         assert self._tasks is not None
         for timer in [*self._limits.values(), *self._timers.values()]:
             timer.cancel()
+        for give_up in list(self._give_up.values()):
+            give_up()
         self._tasks.cancel_scope.cancel()
         return await self._tasks.__aexit__(kind, error, trace)
 
@@ -215,43 +218,65 @@ class Service:
         assert self._tasks is not None, "the service is not open"
         limit = action.limit * (AWAIT_MEMORY_SLACK if isinstance(action, actions.AwaitMemory) else 1)
         overdue = partial(self._overdue, action, limit)
-        self._limits[action.action] = self.backend.clock.call_at_ns(self.backend.clock.now_ns() + limit, overdue)
-        self._tasks.start_soon(self._perform, action)
+        clock = self.backend.clock
+        self._limits[action.action] = clock.call_at_ns(clock.now_ns() + limit, overdue)
+        if self._begin_without_task is not None:
+            self._give_up[action.action] = self._begin_without_task(action, self._may_begin, self._ended)
+        else:
+            self._tasks.start_soon(self._perform, action)
 
     def _overdue(self, action: actions.Action, limit: int) -> None:
         self._limits.pop(action.action, None)
-        scope = self._scopes.pop(action.action, None)
-        if scope is not None:
-            scope.cancel()
+        give_up = self._give_up.pop(action.action, None)
+        if give_up is not None:
+            give_up()
         self.post(events.ActionUnknown(action=action.action, reason=f"after {limit / 1e9:g} s"), -1)
 
-    async def _perform(self, action: Any) -> None:
+    def _may_begin(self, action: Any) -> bool:
+        """The operation is about to begin, if it is not overdue already."""
         if action.action not in self._limits:
-            return  # it was overdue before it began
-        port = self._ports.get(getattr(action, "pipeline", ""))
-        if port is not None and _closes_gate(action):
-            port.gates.close_gate(action.dp_rank)
-        with anyio.CancelScope() as scope:
-            self._scopes[action.action] = scope
-            outcome = await self._outcome(action)
-        self._scopes.pop(action.action, None)
-        limit = self._limits.pop(action.action, None)
-        if scope.cancelled_caught or limit is None:
-            return
-        limit.cancel()
-        if port is not None and isinstance(action, actions.OpenGate) and isinstance(outcome, events.ActionDone):
-            self._heard[action.pipeline] = self._entry_of.get(action.action, -1)
-            self.post(outcome, -1)
-            if self.state.serves(action.pipeline, action.dp_rank, action.epoch):
-                port.gates.open_gate(action.dp_rank, action.version, action.epoch)
-        else:
-            self.post(outcome, -1)
+            return False
+        if _closes_gate(action):
+            port = self._ports.get(action.pipeline)
+            if port is not None:
+                port.gates.close_gate(action.dp_rank)
+        return True
 
-    async def _outcome(self, action: Any) -> events.ActionDone | events.ActionFailed:
+    async def _perform(self, action: Any) -> None:
+        """One operation, in a task of its own."""
+        if not self._may_begin(action):
+            return
+        with anyio.CancelScope() as scope:
+            self._give_up[action.action] = scope.cancel
+            outcome = await self._outcome(action)
+        if not scope.cancelled_caught:
+            self._ended(action, outcome)
+
+    async def _outcome(self, action: Any) -> Outcome:
         try:
             return await self.backend.perform(action)
         except TurnstileError as error:
             return events.ActionFailed(action=action.action, reason=str(error))
+
+    def _ended(self, action: Any, outcome: Outcome) -> None:
+        """The backend has answered."""
+        self._give_up.pop(action.action, None)
+        limit = self._limits.pop(action.action, None)
+        if limit is None:
+            return  # too late
+        limit.cancel()
+        if type(action) is actions.OpenGate and type(outcome) is events.ActionDone:
+            self._gate_opened(action, outcome)
+        else:
+            self.post(outcome, -1)
+
+    def _gate_opened(self, action: actions.OpenGate, outcome: events.ActionDone) -> None:
+        port = self._ports.get(action.pipeline)
+        if port is not None:
+            self._heard[action.pipeline] = self._entry_of.get(action.action, -1)
+        self.post(outcome, -1)
+        if port is not None and self.state.serves(action.pipeline, action.dp_rank, action.epoch):
+            port.gates.open_gate(action.dp_rank, action.version, action.epoch)
 
     # --- death and resurrection --------------------------------------------------------------------------
 

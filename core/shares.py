@@ -48,14 +48,25 @@ def balance(classes: Sequence[tuple[int, Sequence[Claim]]]) -> None:
 def _pour(number: int, available: int, claims: Sequence[Claim]) -> float:
     """Share one class out, the other classes' part taken as given. Returns the largest change (GPUs)."""
     rest = [claim.share - claim.by_class.get(number, 0.0) for claim in claims]
-    level = _level(available, claims, rest)
     moved = 0.0
-    for claim, given in zip(claims, rest, strict=True):
-        mine = max(0.0, _wanted(claim, level) - given)
-        moved = max(moved, abs(mine - claim.by_class.get(number, 0.0)))
+    for claim, given, mine in zip(claims, rest, _parts(available, claims, rest), strict=True):
+        change = mine - claim.by_class.get(number, 0.0)
+        if change > moved or -change > moved:
+            moved = abs(change)
         claim.by_class[number] = mine
         claim.share = given + mine
     return moved
+
+
+def _parts(available: int, claims: Sequence[Claim], rest: Sequence[float]) -> list[float]:
+    """What each claim gets of a class. Most classes are simple: one claim, or enough for all of them."""
+    most = [max(0.0, claim.ceiling - given) for claim, given in zip(claims, rest, strict=True)]
+    if sum(most) <= available:
+        return most
+    if len(claims) == 1:
+        return [float(available)]
+    level = _level(available, claims, rest)
+    return [max(0.0, _wanted(claim, level) - given) for claim, given in zip(claims, rest, strict=True)]
 
 
 def _wanted(claim: Claim, level: float) -> float:
@@ -65,32 +76,56 @@ def _wanted(claim: Claim, level: float) -> float:
     return min(max(level * claim.weight, claim.floor), claim.ceiling)
 
 
+def _used(level: float, claims: Sequence[Claim], rest: Sequence[float]) -> float:
+    """GPUs handed out at a level: the sum of what is `_wanted` beyond what is given, written out for speed."""
+    used = 0.0
+    for claim, given in zip(claims, rest, strict=True):
+        if level <= 0:
+            more = claim.floor * (1 + level) - given
+        else:
+            more = level * claim.weight
+            if more < claim.floor:
+                more = claim.floor
+            if more > claim.ceiling:
+                more = claim.ceiling
+            more -= given
+        if more > 0:
+            used += more
+    return used
+
+
 def _level(available: int, claims: Sequence[Claim], rest: Sequence[float]) -> float:
     """The highest water level at which the class's GPUs suffice (its ceiling, if they are more than enough)."""
-    edges = {-1.0, 0.0}
-    for claim, given in zip(claims, rest, strict=True):
-        edges.add(claim.ceiling / claim.weight)
-        edges.add(claim.floor / claim.weight)
-        if given > 0:
-            edges.add(given / claim.weight if given > claim.floor else given / claim.floor - 1)
-    levels = sorted(edges)
-
-    def used(level: float) -> float:
-        return sum(max(0.0, _wanted(claim, level) - given) for claim, given in zip(claims, rest, strict=True))
-
+    levels = _edges(claims, rest)
     low, high = 0, len(levels) - 1
-    if used(levels[high]) <= available:
+    above = _used(levels[high], claims, rest)
+    if above <= available:
         return levels[high]
-    while high - low > 1:  # between two neighbouring edges `used` is a straight line
+    below = -1.0
+    while high - low > 1:  # between two neighbouring edges `_used` is a straight line
         middle = (low + high) // 2
-        if used(levels[middle]) <= available:
-            low = middle
+        used = _used(levels[middle], claims, rest)
+        if used <= available:
+            low, below = middle, used
         else:
-            high = middle
-    below, above = used(levels[low]), used(levels[high])
+            high, above = middle, used
+    if not low:
+        below = _used(levels[0], claims, rest)
     if above <= below:
         return levels[low]
     return levels[low] + (levels[high] - levels[low]) * (available - below) / (above - below)
+
+
+def _edges(claims: Sequence[Claim], rest: Sequence[float]) -> list[float]:
+    """The levels at which somebody's share begins or ceases to grow, ascending."""
+    edges = {-1.0, 0.0}
+    for claim, given in zip(claims, rest, strict=True):
+        weight, floor = claim.weight, claim.floor
+        edges.add(claim.ceiling / weight)
+        edges.add(floor / weight)
+        if given > 0:
+            edges.add(given / weight if given > floor else given / floor - 1)
+    return sorted(edges)
 
 
 def round_off(shares: Sequence[tuple[float, int, int]], available: int) -> list[int]:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from backends.sim.explore.artefact import Artefact, Replay, load, save
 from backends.sim.explore.campaign import Failure, Plan, Result, campaign
-from backends.sim.explore.case import Strategy
+from backends.sim.explore.case import Case, Strategy
 from backends.sim.explore.shrink import Shrinker
 from backends.sim.explore.swarm import CLASSES
 from core.errors import ConfigError
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     made = Parser(prog="python -m scenarios.explore", description="many worlds, every order, every fault")
-    made.add_argument("scenario", metavar="NAME|FILE", nargs="?", help="one world; left out: a random one for each seed")
+    made.add_argument("scenario", metavar="NAME|FILE", nargs="?", help="one world; left out: a random one a seed")
     made.add_argument("--seeds", type=whole(1, MOST_WHOLE), default=SEEDS, metavar="N", help=f"how many ({SEEDS})")
     made.add_argument("--first-seed", type=whole(0, MOST_WHOLE), default=0, metavar="K", help="where to begin (0)")
     made.add_argument(
@@ -123,7 +123,8 @@ class Explorer:
 
     def _failed(self, failure: Failure) -> None:
         found = failure.finding
-        head = f"seed {failure.seed} ({failure.case.schedule.strategy}): {found.rule} {found.outcome}: {_line(found.text)}"
+        where = f"seed {failure.seed} ({failure.case.schedule.strategy})"
+        head = f"{where}: {found.rule} {found.outcome}: {_line(found.text)}"
         if found.signature in self._known:
             self._say(f"{head} (as in {self._known[found.signature]})")
             return
@@ -145,8 +146,9 @@ class Explorer:
 
     def summary(self, how: str) -> None:
         total, took = self.total, time.monotonic() - self._began
+        rate = total.runs / max(took, 1e-9)
         self._say(
-            f"{how}: {total.seeds} seeds, {total.runs} runs in {took:.0f} s ({total.runs / max(took, 1e-9):.0f} a second), "
+            f"{how}: {total.seeds} seeds, {total.runs} runs in {took:.0f} s ({rate:.0f} a second), "
             f"{total.entries} entries, {total.decisions} choices, {total.twice} runs repeated bit for bit"
         )
         self._counts("orders", total.runs_of)
@@ -165,12 +167,12 @@ class Explorer:
         self._paper.print(text)
 
 
-def size(case: object) -> str:
+def size(case: Case) -> str:
     """How large a case is, in words."""
-    scenario, schedule = case.scenario, case.schedule  # type: ignore[attr-defined]
+    scenario = case.scenario
     parts = {
-        "pipelines": len(scenario.jobs), "GPUs": scenario.cluster.gpus, "guests": len(case.guests),  # type: ignore[attr-defined]
-        "faults": len(scenario.faults), "holds": len(schedule.holds),
+        "pipelines": len(scenario.jobs), "GPUs": scenario.cluster.gpus, "guests": len(case.guests),
+        "faults": len(scenario.faults), "holds": len(case.schedule.holds),
     }  # fmt: skip
     return ", ".join(f"{count} {name}" for name, count in parts.items() if count)
 

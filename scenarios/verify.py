@@ -33,7 +33,7 @@ def parser() -> Parser:
     made.add_argument("--pipelines", type=int, default=2, metavar="P", help="pipelines (default 2)")
     made.add_argument("--tp", type=_sizes, default=(1,), metavar="N,..", help="GPUs an engine, by pipeline")
     made.add_argument("--mapping", type=Mapping, choices=list(Mapping), default=Mapping.INCIDENT,
-                      help="training on one GPU each (incident), on all (full); partial: rollouts on all but one")  # fmt: skip
+                      help="train on one GPU each, or on all (full); partial: roll out on all but one")  # fmt: skip
     made.add_argument("--start", type=Start, choices=list(Start), default=Start.FREE,
                       help="incident: each initialises only after rollout was granted to the one before")  # fmt: skip
     made.add_argument("--demand", type=DemandPolicy, choices=list(DemandPolicy), default=DemandPolicy.BATCH,

@@ -11,10 +11,12 @@ from backends.sim.explore import artefact, campaign, guests, judge, shrink, stra
 from backends.sim.explore.case import Case, Finding, Schedule, Strategy
 from backends.sim.faults import STRIKES
 from backends.sim.policies import Choice
-from core import rollouts, turns
+from core import events, rollouts, turns
 from core.config import Fault
+from core.errors import Conflict
 from core.topology import check_world
 from scenarios import explore
+from tests.core_world import LIMITS, CoreWorld, S, spec
 from tests.worlds import SECOND, constant, make_job, make_scenario
 
 SEEDS = sorted((Path(__file__).parent / "seeds").glob("*.json"))
@@ -170,7 +172,8 @@ def test_what_has_not_struck_by_the_healing_never_does() -> None:
 
 
 def test_a_guest_with_every_habit_there_is_harms_nobody() -> None:
-    moves = tuple(guests.Move(kind=kind, wait=SECOND, number=i) for i, kind in enumerate(guests.MOVES) if kind != "leave")
+    kinds = [kind for kind in guests.MOVES if kind not in ("leave", "fail", "vanish")]
+    moves = tuple(guests.Move(kind=kind, wait=SECOND, number=i) for i, kind in enumerate(kinds))
     guest = guests.Guest(job=make_job("g1", (0,), (1,)), moves=moves)
     run = judge.judge(msgspec.structs.replace(two_pipelines(), guests=(guest,)), thorough=True)
     assert run.finding is None and run.outcome == "completed"
@@ -198,7 +201,8 @@ def contended() -> Case:
     for name, gpu in (("p1", 0), ("p2", 0), ("p3", 1)):
         job = make_job(name, (gpu,), (gpu,))
         spec = msgspec.structs.replace(job.spec, limits=msgspec.structs.replace(job.spec.limits, **limits))
-        jobs.append(msgspec.structs.replace(job, spec=spec, costs=msgspec.structs.replace(job.costs, **costs, trajectory=constant(2))))
+        cheap = msgspec.structs.replace(job.costs, **costs, trajectory=constant(2))
+        jobs.append(msgspec.structs.replace(job, spec=spec, costs=cheap))
     fault = Fault(at=30 * SECOND, kind="slow_engine", pipeline="p3", dp_rank=0, factor=2.0, duration=SECOND)
     return Case(scenario=make_scenario(*jobs, faults=(fault,)), heal_at=40 * SECOND)
 
@@ -223,6 +227,31 @@ def test_a_planted_bug_is_found_shrunk_and_replayed_bit_for_bit(tmp_path: Path) 
 
 def test_the_planted_bug_was_the_only_thing_wrong_with_that_world() -> None:
     assert judge.judge(contended(), thorough=True).finding is None
+
+
+# --- what was found, where the pure core shows it best ------------------------------------------------------
+
+
+def test_who_loses_an_engine_grows_at_once_where_the_plan_did_not_look() -> None:
+    world = CoreWorld(gpus=2)
+    world.ready(spec("a", (0,), (0, 1)), spec("b", (0,), (0,)))
+    world.open("a", target=1)
+    world.settle()
+    assert world.up("a") == [0]
+    world.sleep(LIMITS.turn / S + 1)
+    world.open("b")  # its region is GPU 0 alone
+    assert (world.up("a"), world.up("b")) == ([1], [0])
+
+
+def test_nobody_counts_as_dropped_what_was_never_delivered() -> None:
+    world = CoreWorld(gpus=2)
+    world.ready(spec("a"))
+    batch = world.open("a", target=4)
+    for target, delivered in ((4, 1), (5, 0)):
+        told = {"batch": batch, "target": target, "delivered": delivered, "reason": "so it says"}
+        assert isinstance(world.say(events.DemandChanged, "a", **told), Conflict)
+    assert world.state.ledger.books["a"].open_demand == 4
+    assert world.say(events.DemandChanged, "a", batch=batch, target=3, delivered=0, reason="given up") is None
 
 
 # --- campaigns --------------------------------------------------------------------------------------------

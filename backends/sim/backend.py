@@ -14,7 +14,6 @@ What the scenario does not say is in `world.Options`: `SimBackend(scenario, rele
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import simpy
@@ -23,17 +22,15 @@ from backends.sim import faults
 from backends.sim.crew import Crew
 from backends.sim.faults import Faults
 from backends.sim.loop import run_sim
+from backends.sim.operation import OVER, Operation
 from backends.sim.policies import Policy
 from backends.sim.wire import Wire
 from backends.sim.world import Options, World
 from core import actions, events
-from core.backend import Attempt, Clock, Emit, Generation, Phase
+from core.backend import Answer, Attempt, Clock, Emit, Generation, MayBegin, Outcome, Phase
 from core.config import Scenario
 from core.errors import OperationFailed, SimulationError
 from core.model import Role
-from core.units import show_s
-
-OVER = "the run is over"
 
 T = TypeVar("T")
 
@@ -118,53 +115,52 @@ class SimBackend:
 
     # --- engines -------------------------------------------------------------------------------------------
 
-    async def perform(self, action: actions.BACKEND | actions.OpenGate) -> events.ActionDone | events.ActionFailed:
+    async def perform(self, action: actions.BACKEND | actions.OpenGate) -> Outcome:
         """Carry out one action of the core."""
-        if self._emit is None:
-            return events.ActionFailed(action=action.action, reason=OVER)
-        if isinstance(action, actions.AwaitMemory):
-            return await self._await_memory(action)
-        if isinstance(action, actions.StopPipeline):
-            failed = self._stop(action)
-        else:
-            failed = await self._command(action)
-        if failed is None:
-            return events.ActionDone(action=action.action)
-        return events.ActionFailed(action=action.action, reason=failed)
+        outcome = self._loop.create_future()
+        give_up = self.begin(action, lambda _: True, lambda _, answer: outcome.set_result(answer))
+        try:
+            return await outcome
+        finally:
+            give_up()
 
-    async def _command(self, action: actions.EngineAction) -> str | None:
+    def begin(
+        self, action: actions.BACKEND | actions.OpenGate, may_begin: MayBegin, answer: Answer
+    ) -> Callable[[], None]:
+        """The same without anybody waiting."""
+        loop = self._loop
+        loop.births += 1
+        operation = Operation(self, action, may_begin, answer, loop.births)
+        loop.call_soon(operation.begin)
+        return operation.give_up
+
+    @property
+    def closed(self) -> bool:
+        return self._emit is None
+
+    def soon(self, step: Callable[..., None], *args: Any) -> None:
+        """Call `step(*args)` in a later step of the loop."""
+        self._loop.call_soon(step, *args)
+
+    def order(self, action: actions.EngineAction | actions.StopPipeline) -> simpy.Event | str | None:
+        """Give an order to the workers: what to wait for, or the outcome at once (None: done)."""
+        if self.closed:
+            return OVER
         crew = self._crews.get(action.pipeline)
+        if isinstance(action, actions.StopPipeline):
+            return self._stop(crew, action)
         engine = None if crew is None else crew.engine(action.dp_rank)
         if crew is None or engine is None:
             return f"there is no engine {action.pipeline}/{action.dp_rank}"
         if not crew.started:
             return f"{action.pipeline} has no workers"
-        return await self._end_of(engine.obey(action))
+        return engine.obey(action)
 
-    def _stop(self, action: actions.StopPipeline) -> str | None:
-        crew = self._crews.get(action.pipeline)
+    def _stop(self, crew: Crew | None, action: actions.StopPipeline) -> str | None:
         if crew is None:
             return f"there is no pipeline {action.pipeline}"
         crew.stop(action.reason)
         return None
-
-    async def _await_memory(self, action: actions.AwaitMemory) -> events.ActionDone | events.ActionFailed:
-        memory = self._world.memory
-        watch = memory.watch(memory.on(action.gpus), action.expect or action.need)
-        now = self.clock.now_ns()
-        timers = [
-            self.clock.call_at_ns(now + action.patience, partial(memory.relax, watch, action.need)),
-            self.clock.call_at_ns(now + action.limit, partial(memory.give_up, watch, f"after {show_s(action.limit)}")),
-        ]
-        try:
-            lost = await self._end_of(watch.seen)
-        finally:
-            memory.unwatch(watch)
-            for timer in timers:
-                timer.cancel()
-        if lost:
-            return events.ActionFailed(action=action.action, reason=lost, free=watch.free())
-        return events.ActionDone(action=action.action, free=watch.free())
 
     async def _end_of(self, event: simpy.Event | str | None) -> str | None:
         """Wait for an operation, unless the outcome is here already."""

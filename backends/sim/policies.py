@@ -86,24 +86,36 @@ class Walk:
         return 1 + int(self._draw() * choice.most)
 
 
+class Stepper:
+    """Takes steps like a task without being one: each of its methods that is given to the loop is a step. ``birth`` is
+    its place among the tasks."""
+
+    __slots__ = ("birth",)
+    birth: int
+
+    def get_name(self) -> str:
+        raise NotImplementedError
+
+
 def is_step(handle: asyncio.Handle) -> bool:
-    """Whether this handle resumes a task: its first step, a continuation after ``sleep(0)``, or a wake-up.
+    """Whether this handle resumes a task: its first step, a continuation after ``sleep(0)``, or a wake-up; or whether
+    it is a step of a ``Stepper``.
 
     In C a wake-up is a builtin method called ``task_wakeup`` and the other steps are objects without any name; all of
     them are bound to their task.
     """
     callback = handle._callback
-    return (
-        isinstance(getattr(callback, "__self__", None), asyncio.Task)
-        and getattr(callback, "__name__", "task_wakeup") == "task_wakeup"
-    )
+    owner = getattr(callback, "__self__", None)
+    if isinstance(owner, asyncio.Task):
+        return getattr(callback, "__name__", "task_wakeup") == "task_wakeup"
+    return isinstance(owner, Stepper)
 
 
 def label(handle: asyncio.Handle) -> str:
     """What a handle is called in records: its task's name, else its function's."""
     callback: Any = handle._callback
     owner = getattr(callback, "__self__", None)
-    if isinstance(owner, asyncio.Task):
+    if isinstance(owner, asyncio.Task | Stepper):
         return owner.get_name()
     if isinstance(callback, partial):
         callback = callback.func

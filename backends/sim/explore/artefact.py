@@ -2,8 +2,8 @@
 
 1. It holds draws, not seeds to draw from: it means the same when the drawing changes.
 2. `expect` says what a replay should show: the finding of an open failure, or nothing, once it is fixed.
-3. The digest is that of the run when the file was written. A replay with another digest and the same finding is *stale*:
-   it still shows something, but no longer what was recorded. (After a fix it always is.)
+3. The digest is that of the run when the file was written. A replay with another digest and the same finding is
+   *stale*: it still shows something, but no longer what was recorded. (After a fix it always is.)
 """
 
 import hashlib

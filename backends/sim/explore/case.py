@@ -36,7 +36,7 @@ class Schedule(Record, frozen=True, kw_only=True):
     """`pct`: demotions plus one."""
     length: int = 0
     """`pct`: decisions among which the demotions are spread."""
-    holds: dict[int, int] = {}
+    holds: dict[int, int] = {}  # noqa: RUF012  msgspec copies a default
     """Decision -> how many steps wait there. Used with `fifo`, where it says all there is to say."""
 
 

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -118,9 +119,8 @@ class Client:
             clock = self._world.clock
             timer = clock.call_at_ns(clock.now_ns() + nanos, scope.cancel)
             try:
-                await do(*args)
-            except TurnstileError:
-                pass
+                with suppress(TurnstileError):
+                    await do(*args)
             finally:
                 timer.cancel()
 
@@ -174,11 +174,8 @@ class Client:
         self._tasks.start_soon(self._wait_for_grant, scope, role, priority)
 
     async def _wait_for_grant(self, scope: anyio.CancelScope, role: Role, priority: Priority) -> None:
-        with scope:
-            try:
-                self._leases.append(await self._port.request(role, priority))
-            except TurnstileError:
-                pass
+        with scope, suppress(TurnstileError):
+            self._leases.append(await self._port.request(role, priority))
 
     async def wait_for_lease(self, move: Move) -> None:
         while not self._leases:

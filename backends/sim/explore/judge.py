@@ -16,7 +16,6 @@ from backends.sim.explore import guests, strategies, swarm
 from backends.sim.explore.case import Case, Finding
 from backends.sim.loop import run_sim
 from backends.sim.policies import Policy
-from backends.sim.world import Options
 from core import actions
 from core.backend import Clock
 from core.config import Fault
@@ -130,8 +129,12 @@ class Trial:
         self._world = World(self.case, policy if isinstance(policy, strategies.Fifo) else recorder)
         try:
             result = execute(
-                self.case.scenario, self._world, [self, *listeners], accounting=NoAccounting(), beside=self._beside
-            )  # type: ignore[arg-type]
+                self.case.scenario,
+                self._world,  # type: ignore[arg-type]  # runs itself, with its order
+                [self, *listeners],
+                accounting=NoAccounting(),  # type: ignore[arg-type]
+                beside=self._beside,
+            )
             made.outcome = result.outcome
             made.finding = self._of_books() or self._of_monitor(result) or self._of_pipelines(result) or self._of_rest()
         except Exception as problem:

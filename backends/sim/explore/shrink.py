@@ -1,10 +1,11 @@
 """From a case that fails to the smallest one that fails in the same way.
 
 1. The signature stays fixed: the rule and how the run ended. Never the message, the pipeline or the time.
-2. Candidates are data: a candidate that is no possible world costs nothing, each other one a run, at most `RUNS_MOST` (and
-   `ENTRIES_MOST` entries of their logs together: a run that starves is a long one).
-3. Large cuts before small ones: the schedule to FIFO, limits (so that starving takes less time), then guests, pipelines, faults, moves, nodes and GPUs, steps, then
-   simpler numbers, then the holds. Again from the start, until nothing more can go.
+2. Candidates are data: a candidate that is no possible world costs nothing, each other one a run, at most `RUNS_MOST`
+   (and `ENTRIES_MOST` entries of their logs together: a run that starves is a long one).
+3. Large cuts before small ones: the schedule to FIFO, limits (so that starving takes less time), then guests,
+   pipelines, faults, moves, nodes and GPUs, engines, holds, steps, then simpler numbers. Again from the start, until
+   nothing more can go.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -156,13 +157,14 @@ def _with_guest(case: Case, i: int, guest: Guest) -> Case:
 
 
 def fewer_nodes(case: Case) -> Iterator[Case]:
-    """Without one node, or with one node half as large; who used it does without, if it can."""
+    """Without one node, or on one node without one GPU; who used it does without, if it can."""
     cluster = case.scenario.cluster
-    for gone in reversed(range(cluster.gpus)):
-        yield from _without_gpus(case, (gone,), set_(cluster, nodes=1, gpus_per_node=cluster.gpus - 1))
+    per_node = cluster.gpus_per_node
     for node in reversed(range(cluster.nodes)):
-        gone = range(node * cluster.gpus_per_node, (node + 1) * cluster.gpus_per_node)
+        gone = range(node * per_node, (node + 1) * per_node)
         yield from _without_gpus(case, gone, set_(cluster, nodes=cluster.nodes - 1))
+    for gpu in reversed(range(cluster.gpus)):
+        yield from _without_gpus(case, (gpu,), set_(cluster, nodes=1, gpus_per_node=cluster.gpus - 1))
 
 
 def _without_gpus(case: Case, gone: Sequence[int], cluster: Any) -> Iterator[Case]:
@@ -217,7 +219,7 @@ def _smaller(group: WorkerGroup) -> Iterator[WorkerGroup | None]:
 
 
 def _each_job(case: Case, change: Callable[[Job], Iterator[Job]]) -> Iterator[Case]:
-    """Every change to all jobs at once is too rare to try; to one of them, and of the guests."""
+    """Every change, to one pipeline or guest at a time."""
     for i, job in enumerate(case.scenario.jobs):
         for changed in change(job):
             yield _with_jobs(case, (*case.scenario.jobs[:i], changed, *case.scenario.jobs[i + 1 :]))
@@ -301,7 +303,8 @@ def simpler_moves(case: Case) -> Iterator[Case]:
     for i, guest in enumerate(case.guests):
         for place, move in enumerate(guest.moves):
             for changed in (set_(move, wait=0), set_(move, number=0)):
-                yield _with_guest(case, i, set_(guest, moves=(*guest.moves[:place], changed, *guest.moves[place + 1 :])))
+                moves = (*guest.moves[:place], changed, *guest.moves[place + 1 :])
+                yield _with_guest(case, i, set_(guest, moves=moves))
 
 
 def fewer_holds(case: Case) -> Iterator[Case]:
@@ -322,6 +325,6 @@ def plain_seed(case: Case) -> Iterator[Case]:
 
 
 PASSES: tuple[Callable[[Case], Iterator[Case]], ...] = (
-    shorter_limits, fewer_guests, fewer_pipelines, fewer_faults, fewer_moves, fewer_nodes, fewer_engines, fewer_holds, less_work,
-    simpler_jobs, simpler_costs, simpler_faults, simpler_moves, plain_seed,
+    shorter_limits, fewer_guests, fewer_pipelines, fewer_faults, fewer_moves, fewer_nodes, fewer_engines, fewer_holds,
+    less_work, simpler_jobs, simpler_costs, simpler_faults, simpler_moves, plain_seed,
 )  # fmt: skip

@@ -20,8 +20,8 @@ LENGTHS = (50, 150, 500, 1_500)
 class Pct:
     """Random priorities; at `depth` - 1 drawn decisions the task that would run falls below all others.
 
-    As holds: whoever stands before the best task waits until the rest of the instant is idle. A task's priority is drawn
-    when it is first seen, by its birth number, so that it does not depend on who was seen before.
+    As holds: whoever stands before the best task waits until the rest of the instant is idle. A task's priority is
+    drawn when it is first seen, by its birth number, so that it does not depend on who was seen before.
     """
 
     def __init__(self, seed: int, depth: int, length: int) -> None:
@@ -111,7 +111,7 @@ class Ran(Protocol):
 
 
 class FewHolds:
-    """Every schedule that holds at most `budget` steps, fewest first; iterating runs each once and yields what came of it.
+    """Every schedule that holds at most `budget` steps, fewest first; iterating runs each and yields what came of it.
 
     A hold changes only what comes after it, so the schedules with one hold more than a given one are: the same, and
     a hold at some later decision of *its* run. Where those are more than `most_runs` allows, they are taken evenly
