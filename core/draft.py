@@ -62,14 +62,22 @@ class Draft:
         return len(book.up) if held is None else held
 
     def bears_turn(self, engine: Engine) -> bool:
-        """Whether the turn of a pipeline rests on this engine: nobody of its other engines has completed anything, or
-        has served for longer. One that is still on its way up, or only promised, cannot take the turn over."""
+        """Whether the turn of a pipeline rests on this engine: none of its engines has completed anything, and this one
+        has served for longest; or none serves yet, and this one was promised first. So an engine that is only on its
+        way up never takes the turn from one that serves."""
         mine = (engine.routable_since, engine.dp_rank)
-        return engine.routable_since >= 0 and not any(
-            other.completed or (other.routable_since, other.dp_rank) < mine
-            for other in engine.book.up.values()
-            if other is not engine and other.routable_since >= 0 and other not in self.gone
-        )
+        first = True
+        for other in engine.book.up.values():
+            if other is engine:
+                first = False  # whoever comes now was promised later
+            elif other in self.gone:
+                continue
+            elif other.routable_since >= 0:
+                if other.completed or mine[0] < 0 or (other.routable_since, other.dp_rank) < mine:
+                    return False
+            elif first and mine[0] < 0:
+                return False
+        return not engine.completed
 
     def evict(self, gpus: tuple[int, ...], why: str) -> None:
         """Shrink every engine on these GPUs (or take its promise back)."""

@@ -150,7 +150,7 @@ def memory_seen(state: State, clearing: Clearing, free: dict[int, int]) -> None:
     gpu = ledger.gpus[clearing.gpu]
     if gpu.hold is Hold.LOST:
         return
-    if gpu.hold is Hold.QUARANTINED:
+    if gpu.hold is Hold.QUARANTINED or gpu.given_up:
         state.cancel_timer(f"quarantine/{gpu.id}")
         gpu.given_up = False
         state.touch(None, (gpu.id,))

@@ -98,10 +98,11 @@ class _Worker:
     """A task that flies one attempt after another, parked on its event in between. Cancelling its scope aborts the
     attempt under way and retires the worker: a scope for each attempt would cost more than all the rest."""
 
-    __slots__ = ("flight", "scope", "wake")
+    __slots__ = ("flight", "retired", "scope", "wake")
 
     def __init__(self) -> None:
         self.flight: _Flight | None = None
+        self.retired = False
         self.scope = anyio.CancelScope()
         self.wake: anyio.Event | None = None
 
@@ -110,6 +111,10 @@ class _Worker:
         flight.worker = self
         if self.wake is not None:
             self.wake.set()
+
+    def retire(self) -> None:
+        self.retired = True
+        self.scope.cancel()
 
 
 class Gateway:
@@ -328,14 +333,14 @@ class Gateway:
 
     async def _work(self, worker: _Worker) -> None:
         with worker.scope:
-            while not worker.scope.cancel_called:
+            while not worker.retired:
                 if worker.flight is None:
                     worker.wake = anyio.Event()
                     await worker.wake.wait()
                 flight, worker.flight = worker.flight, None
                 assert flight is not None, "woken without a flight"
                 await self._fly(flight)
-                if not worker.scope.cancel_called:
+                if not worker.retired:
                     self._idle.append(worker)
                     self.dispatch()
         self.dispatch()
@@ -456,7 +461,7 @@ class Gateway:
 
     def _expire(self, flight: _Flight) -> None:
         assert flight.worker is not None
-        flight.worker.scope.cancel()
+        flight.worker.retire()
         if self._is_current(flight) and flight.engine.answered_ns < flight.deadline - self._job.reissue_after:
             flight.engine.unanswered[flight.trajectory] = None
         if flight.counts:

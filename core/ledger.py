@@ -224,7 +224,7 @@ class PipelineBook:
         "id", "spec", "number", "phase", "reason", "seq", "batches", "opened_through", "requests", "leases",
         "requests_through", "published", "signal", "signals", "signalled_at", "consumed_at", "reported", "allocation",
         "hungry_since", "demand_since", "engines", "rank_at", "up", "open_demand", "open_target", "releasing", "stop",
-        "planned_at", "leave_asked", "clearing", "degraded",
+        "planned_at", "leave_asked", "clearing", "degraded", "tp",
     )  # fmt: skip
 
     def __init__(self, spec: PipelineSpec, number: int) -> None:
@@ -258,6 +258,7 @@ class PipelineBook:
         self.demand_since = -1
         """Since when its open batches want trajectories, whatever the policy sees; -1: they do not."""
         infer = spec.infer
+        self.tp = infer.tp
         self.engines = [Engine(self, rank, infer.bundle(rank)) for rank in range(infer.size)]
         self.rank_at = {gpu: engine.dp_rank for engine in self.engines for gpu in engine.gpus}
         self.up: dict[int, Engine] = {}
@@ -330,6 +331,11 @@ class Ledger:
         """GPUs whose promise was taken back since the last plan: somebody else may want them now."""
         self.mapping_generation = 0
         """Changes whenever the set of pipelines or usable engines does (`core.regions` caches by it)."""
+
+    @property
+    def work(self) -> bool:
+        """Whether there may be something for the reconciler to do."""
+        return bool(self.promised or self.unserving or self.doomed)
 
     # --- one GPU ---------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ VIOLATIONS_KEPT = 1_000
 class Monitor:
     """A listener that judges. `violations` grows, `verdict` is set once.
 
+    `observed`: the picture of another listener, which takes each entry in right after the monitor has seen it.
+
     `settle_ns`: how long a GPU may stay unused before L4 asks why, and `skew_ns`: how late telemetry may be. Both are 0
     in virtual time; a real backend needs a second or so.
     """
@@ -39,14 +41,17 @@ class Monitor:
         driver: DriverPolicy = DriverPolicy.ISOLATE,
         settle_ns: int = 0,
         skew_ns: int = 0,
+        observed: Observed | None = None,
     ) -> None:
         self.violations: list[Violation] = []
         self.not_kept = 0
         """Violations beyond the first `VIOLATIONS_KEPT`."""
         self.verdict: Verdict | None = None
         self.verdict_at_ns = -1
+        self.observed = observed or Observed(cluster)
+        self._takes_in = observed is None
         self.liveness = LivenessOracles(self, demand, settle_ns)
-        self.observed = Observed(cluster, self.liveness)
+        self.observed.watch(self.liveness)
         self._samples = SampleOracles(self)
         self._safety = SafetyOracles(self, driver, skew_ns)
         self._checks: dict[type, Callable[..., None] | tuple[Callable[..., None], ...]] = {}
@@ -66,7 +71,8 @@ class Monitor:
             return
         for check in self._checks.get(type(item), ()):  # type: ignore[union-attr]
             check(item)
-        self.observed.apply(i, t_ns, cause, item)
+        if self._takes_in:
+            self.observed.apply(i, t_ns, cause, item)
 
     def tick(self, now_ns: int) -> None:
         """Time has come this far, whether or not anything happened."""

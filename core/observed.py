@@ -10,6 +10,7 @@ Here is what the clients say; `observed_holdings` has what is done, `observed_no
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from core import actions, events
@@ -23,7 +24,6 @@ class Observed(Holdings):
 
     def __init__(self, cluster: Cluster, watcher: Watcher | None = None) -> None:
         super().__init__(cluster, watcher)
-        self._cause = -1
         self._undo: tuple[int, Callable[[], object]] | None = None
         """The last message that can be rejected: its entry, and how to take it back."""
         self._handlers |= {
@@ -140,6 +140,7 @@ class Observed(Holdings):
         if (pipeline := self._accept(message)) is not None:
             batch = pipeline.batches.get(message.batch)
             if batch is not None:
+                self._undo = (self.entry, partial(self._set_batch, pipeline, batch, batch.target, batch.delivered))
                 before = pipeline.demand
                 pipeline.demand -= batch.demand
                 batch.delivered = message.delivered
@@ -150,8 +151,12 @@ class Observed(Holdings):
         if (pipeline := self._accept(message)) is not None:
             batch = pipeline.batches.get(message.batch)
             if batch is not None:
-                batch.target, batch.delivered = message.target, message.delivered
-                self._recount(pipeline)
+                self._undo = (self.entry, partial(self._set_batch, pipeline, batch, batch.target, batch.delivered))
+                self._set_batch(pipeline, batch, message.target, message.delivered)
+
+    def _set_batch(self, pipeline: Pipeline, batch: Batch, target: int, delivered: int) -> None:
+        batch.target, batch.delivered = target, delivered
+        self._recount(pipeline)
 
     def _batch_closed(self, message: events.BatchClosed) -> None:
         if (pipeline := self._accept(message)) is not None:
@@ -224,7 +229,7 @@ class Observed(Holdings):
     def _intend(self, engine: Engine, *, wanted: bool) -> None:
         engine.doomed = engine.up and not wanted
         if wanted and not engine.up:
-            engine.pipeline.promised[engine] = None
+            engine.pipeline.promised[engine] = self._cause
         else:
             engine.pipeline.promised.pop(engine, None)
         self._watcher.engine_changed(engine)

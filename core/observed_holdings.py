@@ -10,7 +10,7 @@ from typing import Any
 
 from core import actions, events
 from core.model import Cluster, Priority
-from core.observed_nouns import UP, Doing, Engine, Gpu, Lease, Pipeline, Request, Watcher
+from core.observed_nouns import UP, Doing, Engine, Gpu, Lease, Pipeline, Request, Watcher, Watchers
 
 
 class Holdings:
@@ -20,6 +20,8 @@ class Holdings:
         self.cluster = cluster
         self.now = 0
         self.entry = -1
+        self._cause = -1
+        """Of the entry being taken in."""
         self.gpus = [Gpu(id) for id in range(cluster.gpus)]
         self.pipelines: dict[str, Pipeline] = {}
         self.pending: dict[int, actions.Action] = {}
@@ -48,6 +50,10 @@ class Holdings:
             actions.ConfirmRelease: self._confirm_release,
             actions.FailPipeline: self._fail,
         }
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell this one of every change too."""
+        self._watcher = watcher if type(self._watcher) is Watcher else Watchers(self._watcher, watcher)
 
     def engine(self, pipeline: str, dp_rank: int) -> Engine | None:
         known = self.pipelines.get(pipeline)
@@ -182,7 +188,10 @@ class Holdings:
             engine.operation = action.action
             if isinstance(action, actions.WakeEngine | actions.SleepEngine | actions.KillEngine):
                 engine.doomed = False
-                engine.pipeline.promised.pop(engine, None)
+                # A decision's notes are written before its actions: one that kills may promise it GPUs anew.
+                anew = isinstance(action, actions.KillEngine) and engine.pipeline.promised.get(engine) == self._cause
+                if not anew:
+                    engine.pipeline.promised.pop(engine, None)
         return engine
 
     def _wake(self, action: actions.WakeEngine) -> None:

@@ -169,8 +169,8 @@ class Pipeline:
         """It left, failed or was stopped."""
         self.up = 0
         """Engines waking, awake, syncing or serving."""
-        self.promised: dict[Engine, None] = {}
-        """Engines that are to be woken once their GPUs are free (a note said so)."""
+        self.promised: dict[Engine, int] = {}
+        """Engines that are to be woken once their GPUs are free (a note said so), each with the cause of that note."""
         self.routable = 0
 
     @property
@@ -187,3 +187,35 @@ class Watcher:
     def request_filed(self, request: Request) -> None: ...
     def request_ended(self, request: Request) -> None: ...
     def lifecycle_changed(self, pipeline: Pipeline) -> None: ...
+
+
+class Watchers(Watcher):
+    """Two that are told the same, the first one first."""
+
+    def __init__(self, first: Watcher, second: Watcher) -> None:
+        self._first = first
+        self._second = second
+
+    def gpu_changed(self, gpu: Gpu) -> None:
+        self._first.gpu_changed(gpu)
+        self._second.gpu_changed(gpu)
+
+    def engine_changed(self, engine: Engine) -> None:
+        self._first.engine_changed(engine)
+        self._second.engine_changed(engine)
+
+    def demand_changed(self, pipeline: Pipeline, before: int) -> None:
+        self._first.demand_changed(pipeline, before)
+        self._second.demand_changed(pipeline, before)
+
+    def request_filed(self, request: Request) -> None:
+        self._first.request_filed(request)
+        self._second.request_filed(request)
+
+    def request_ended(self, request: Request) -> None:
+        self._first.request_ended(request)
+        self._second.request_ended(request)
+
+    def lifecycle_changed(self, pipeline: Pipeline) -> None:
+        self._first.lifecycle_changed(pipeline)
+        self._second.lifecycle_changed(pipeline)

@@ -44,6 +44,7 @@ class Shrink(NamedTuple):
 class LivenessOracles(Watcher):
     def __init__(self, monitor: "Monitor", demand: DemandPolicy, settle_ns: int) -> None:
         self._monitor = monitor
+        self._observed: Observed = monitor.observed
         self._conserving = demand is DemandPolicy.BATCH
         self._settle_ns = settle_ns
         self._deadlines: list[tuple[int, int, str, int]] = []
@@ -82,10 +83,6 @@ class LivenessOracles(Watcher):
             actions.SleepEngine: self._sleep,
             actions.WakeEngine: self._wake,
         }
-
-    @property
-    def _observed(self) -> Observed:
-        return self._monitor.observed
 
     def advance(self, now_ns: int) -> None:
         """Time moves to `now_ns`: the instant before is over, and deadlines before it have passed."""

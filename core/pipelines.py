@@ -168,6 +168,7 @@ def stopped(state: State, book: PipelineBook, failure: str | None) -> None:
         quarantine(state, gpus, book, f"workers of {book.id} could not be stopped: {failure}")
     else:
         state.ledger.clear(gpus, book, f"the end of {book.id}")
+        state.touch(book, gpus)  # from quarantine back to clearing: whoever waits may be promised them now
     for gpu in gpus:
         if not failure:
             state.cancel_timer(f"quarantine/{gpu}")

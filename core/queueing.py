@@ -75,9 +75,7 @@ def _blocker(draft: Draft, request: Request, gpu: int, closed: dict[int, Request
 
 def _shielded(draft: Draft, engine: Engine, request: Request) -> bool:
     book = engine.book
-    if book is request.book or engine.completed or not outranks(book, request.due):
-        return False
-    if draft.up(book) > 1 and not draft.bears_turn(engine):
+    if book is request.book or not outranks(book, request.due) or not draft.bears_turn(engine):
         return False
     end = shielded_until(engine)
     draft.review(end)

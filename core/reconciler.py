@@ -37,7 +37,7 @@ def reconcile(ledger: Ledger) -> Iterator[Step]:
         if engine.state is EngineState.AWAKE and not engine.operation:
             yield Step(Kind.SLEEP, engine)
     for tenant in list(ledger.promised):
-        if not all(ledger.gpus[gpu].hold is Hold.FREE for gpu in tenant.gpus):
+        if not _free(ledger, tenant.gpus):
             continue
         if isinstance(tenant, Engine) and (
             tenant.operation or tenant.state not in (EngineState.ASLEEP, EngineState.DEAD)
@@ -55,3 +55,10 @@ def reconcile(ledger: Ledger) -> Iterator[Step]:
             yield Step(Kind.SYNC, engine)
         elif engine.version >= 0:
             yield Step(Kind.OPEN, engine)
+
+
+def _free(ledger: Ledger, gpus: tuple[int, ...]) -> bool:
+    for gpu in gpus:
+        if ledger.gpus[gpu].hold is not Hold.FREE:
+            return False
+    return True

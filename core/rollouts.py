@@ -32,7 +32,7 @@ class Wish:
 
     def __init__(self, book: PipelineBook, wanted: int, base: int, up: int) -> None:
         self.book = book
-        self.tp = book.spec.infer.tp
+        self.tp = book.tp
         usable = sum(not engine.disabled for engine in book.engines) if book.degraded else len(book.engines)
         self.most = max(up, min(wanted, usable))
         """An engine more than there are trajectories left would have nothing to do."""
@@ -211,26 +211,23 @@ class Survey:
 
     def _count(self, draft: Draft, cls: GpuClass, wanting: dict[PipelineBook, None]) -> int:
         """GPUs of a class that rollouts may use."""
-        gpus = draft.ledger.gpus
+        gpus, tenant_of, inside = draft.ledger.gpus, draft.tenant, self.inside
         count = 0
         for gpu in cls.gpus:
-            tenant = draft.tenant(gpu)
-            if tenant is None:
-                if not gpus[gpu].usable:
-                    continue
-                self.idle.append(gpu)
-            elif isinstance(tenant, Engine):
+            tenant = tenant_of(gpu)
+            if type(tenant) is Engine:
                 book = tenant.book
                 (self.busy if book in wanting else self.idle).append(gpu)
-                self.inside[book] = self.inside.get(book, 0) + 1
-            else:
-                continue
-            count += 1
+                inside[book] = inside.get(book, 0) + 1
+                count += 1
+            elif tenant is None and gpus[gpu].usable:
+                self.idle.append(gpu)
+                count += 1
         return count
 
     def _wish(self, draft: Draft, book: PipelineBook) -> Wish:
         up = draft.up(book)
-        outside = max(0, up * book.spec.infer.tp - self.inside.get(book, 0))
+        outside = max(0, up * book.tp - self.inside.get(book, 0))
         return Wish(book, demand(book, draft.ledger.policy), outside, up)
 
     def _share_out(self, available: list[int], classes: list[GpuClass]) -> None:
@@ -262,6 +259,8 @@ def _take(draft: Draft, market: Market, wish: Wish, mode: str, why: str) -> bool
 
 def _use_idle(draft: Draft, market: Market, wishes: list[Wish]) -> None:
     """No GPU stays idle that somebody with demand could use: to the one furthest below its share, again and again."""
+    if not market.survey.idle:
+        return
     queue = [(_surplus(draft, wish), i) for i, wish in enumerate(wishes)]
     heapq.heapify(queue)
     while queue:

@@ -81,7 +81,9 @@ class _Run:
         self._scenario = scenario
         self._backend = backend
         self._beside = beside
-        self._monitor = Monitor(scenario.cluster, scenario.demand, scenario.driver)
+        self._monitor = Monitor(
+            scenario.cluster, scenario.demand, scenario.driver, observed=accounting.observed
+        )  # the accounting comes after it, and takes every entry in
         self._accounting = accounting
         self._listeners = [self._monitor, self._accounting, *listeners, self._watch]
         self._result = Result(scenario, backend.name)

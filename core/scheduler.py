@@ -45,17 +45,19 @@ def decide(state: State, now: int, event: events.Event) -> Decision:
     """
     state.out = Decision()
     state.ledger.now = now
-    if isinstance(event, events.Message):
-        receive(state, event)
+    handle = _HANDLERS.get(type(event))
+    if handle is not None:
+        handle(state, event)
     else:
-        _HANDLERS[type(event)](state, event)
+        receive(state, event)
     while state.failing:
         book, tell = state.failing.pop(0)
         teardown(state, book, tell)
     while state.replan or state.ledger.unpromised:
         _replan(state)
-    for step in reconcile(state.ledger):
-        start(state, step)
+    if state.ledger.work:
+        for step in reconcile(state.ledger):
+            start(state, step)
     return state.out
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 from anyio.abc import TaskGroup
@@ -98,10 +98,10 @@ class Service:
 
     def tell(self, event: events.Event) -> None:
         """Telemetry, or something the backend saw happen."""
-        if isinstance(event, events.SCHEDULED):
+        if type(event) in _DECIDED:
             self.post(event, -1)
         else:
-            self._log(event, -1)
+            self._log(self.backend.clock.now_ns(), event, -1)
 
     async def happened(self, trigger: Trigger) -> None:
         """Wait until a decision was noted (`rollout_granted`, `init_accepted`) for a pipeline; at once, if it was."""
@@ -131,24 +131,23 @@ class Service:
 
     def _decide(self, event: events.Event, cause: int) -> None:
         now = self.backend.clock.now_ns()
-        if isinstance(event, events.ActionDone | events.ActionFailed | events.ActionUnknown):
-            cause = self._entry_of.pop(event.action, cause)
-        entry = self._log(event, cause)
+        if type(event) in _OUTCOMES:
+            cause = self._entry_of.pop(event.action, cause)  # type: ignore[attr-defined]
+        entry = self._log(now, event, cause)
         if self._journal is not None:
             self._journal.append((now, event))
         decision = decide(self.state, now, event)
         if self._check:
             self.state.ledger.check()
-        self._carry_out(decision, entry)
+        self._carry_out(now, decision, entry)
 
-    def _carry_out(self, decision: Decision, cause: int) -> None:
+    def _carry_out(self, now: int, decision: Decision, cause: int) -> None:
         for note in decision.notes:
-            self._log(note, cause)
+            self._log(now, note, cause)
             if note.kind == "rollout_granted" or note.kind == "init_accepted":
                 self._trigger(Trigger(pipeline=note.pipeline, event=note.kind)).set()
         for action in decision.actions:
-            entry = self._log(action, cause)
-            self._start(action, entry)
+            self._start(action, self._log(now, action, cause))
         for reply in decision.replies:
             port = self._ports.get(reply.pipeline)
             if port is not None:
@@ -162,14 +161,13 @@ class Service:
 
     def conclude(self, verdict: Any) -> None:
         """Write the verdict as the last entry of the log."""
-        self._log(verdict, self._entries - 1)
+        self._log(self.backend.clock.now_ns(), verdict, self._entries - 1)
         self.freeze()
 
-    def _log(self, item: Any, cause: int) -> int:
+    def _log(self, now: int, item: Any, cause: int) -> int:
         entry = self._entries
         if not self._frozen:
-            self._entries += 1
-            now = self.backend.clock.now_ns()
+            self._entries = entry + 1
             for listener in self._listeners:
                 listener(entry, now, cause, item)
         return entry
@@ -300,6 +298,11 @@ class Service:
 
 
 def _closes_gate(action: actions.Action) -> bool:
-    if isinstance(action, actions.SyncEngine):
+    if type(action) is actions.SyncEngine:
         return action.emptying is not actions.Emptying.KEEP
-    return isinstance(action, actions.SleepEngine | actions.KillEngine)
+    return type(action) is actions.SleepEngine or type(action) is actions.KillEngine
+
+
+# Looked up by type: asking each event whether it is one of a long union takes longer than logging it.
+_DECIDED = dict.fromkeys(get_args(events.SCHEDULED))
+_OUTCOMES = dict.fromkeys(get_args(Outcome) + (events.ActionUnknown,))

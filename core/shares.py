@@ -6,10 +6,11 @@ remainder, so that no GPU is left over that somebody could use.
 """
 
 from collections.abc import Sequence
+from operator import sub
 
 SWEEPS = 12
 """Rounds of balancing between classes that share pipelines. Each round shrinks the imbalance by a constant factor;
-12 leave less than a hundredth of a GPU on random overlaps (tests/test_shares.py measures it)."""
+12 leave less than a hundredth of a GPU on random overlaps (tests/test_planner.py bounds what that costs)."""
 
 CLOSE_ENOUGH = 1e-3
 """GPUs: a sweep that moved less than this is the last."""
@@ -18,7 +19,7 @@ CLOSE_ENOUGH = 1e-3
 class Claim:
     """What one pipeline asks of the region being shared out, in GPUs."""
 
-    __slots__ = ("weight", "floor", "ceiling", "base", "by_class", "share")
+    __slots__ = ("weight", "floor", "ceiling", "base", "share")
 
     def __init__(self, weight: int, floor: int, ceiling: int, base: int) -> None:
         self.weight = weight
@@ -29,37 +30,53 @@ class Claim:
         """GPUs of as many engines as could have something to do."""
         self.base = base
         """GPUs it has outside the region."""
-        self.by_class: dict[int, float] = {}
         self.share = float(base)
         """The answer: GPUs inside and outside the region."""
 
 
-def balance(classes: Sequence[tuple[int, Sequence[Claim]]]) -> None:
-    """Set every claim's `share`. `classes`: (GPUs available, claims that can use them), in a fixed order."""
-    sweeps = 1 if len(classes) == 1 else SWEEPS
-    for _ in range(sweeps):
+class _Class:
+    """GPUs that the same claims can use, and what each claim gets of them so far."""
+
+    __slots__ = ("available", "claims", "parts", "seen")
+
+    def __init__(self, available: int, claims: Sequence[Claim]) -> None:
+        self.available = available
+        self.claims = claims
+        self.parts = [0.0] * len(claims)
+        self.seen: list[float] = []
+        """Everyone's share when this class was last poured: while that is so, pouring again changes nothing."""
+
+
+def balance(classes: Sequence[tuple[int, Sequence[Claim]]]) -> list[list[float]]:
+    """Set every claim's `share`. `classes`: (GPUs available, claims that can use them), in a fixed order. Returns what
+    each class gives to each of its claims."""
+    pools = [_Class(available, claims) for available, claims in classes]
+    for _ in range(SWEEPS):
         moved = 0.0
-        for number, (available, claims) in enumerate(classes):
-            moved = max(moved, _pour(number, available, claims))
+        for pool in pools:
+            moved = max(moved, _pour(pool))
         if moved < CLOSE_ENOUGH:
             break
+    return [pool.parts for pool in pools]
 
 
-def _pour(number: int, available: int, claims: Sequence[Claim]) -> float:
+def _pour(pool: _Class) -> float:
     """Share one class out, the other classes' part taken as given. Returns the largest change (GPUs)."""
-    rest = [claim.share - claim.by_class.get(number, 0.0) for claim in claims]
-    moved = 0.0
-    for claim, given, mine in zip(claims, rest, _parts(available, claims, rest), strict=True):
-        change = mine - claim.by_class.get(number, 0.0)
-        if change > moved or -change > moved:
-            moved = abs(change)
-        claim.by_class[number] = mine
-        claim.share = given + mine
-    return moved
+    claims = pool.claims
+    shares = [claim.share for claim in claims]
+    if shares == pool.seen:
+        return 0.0
+    before = pool.parts
+    rest = [share - part for share, part in zip(shares, before, strict=True)]
+    pool.parts = _parts(pool.available, claims, rest)
+    pool.seen = [given + part for given, part in zip(rest, pool.parts, strict=True)]
+    for claim, share in zip(claims, pool.seen, strict=True):
+        claim.share = share
+    return max(map(abs, map(sub, pool.parts, before)))
 
 
 def _parts(available: int, claims: Sequence[Claim], rest: Sequence[float]) -> list[float]:
-    """What each claim gets of a class. Most classes are simple: one claim, or enough for all of them."""
+    """What each claim gets of a class. Most classes are simple: enough for all, or one claim."""
     most = [max(0.0, claim.ceiling - given) for claim, given in zip(claims, rest, strict=True)]
     if sum(most) <= available:
         return most

@@ -39,6 +39,10 @@ class Armed:
     def arm(self, fault: Fault) -> None:
         self._waiting.setdefault((fault.kind, fault.pipeline), []).append((fault, fault.count))
 
+    @property
+    def none(self) -> bool:
+        return not self._waiting
+
     def clear(self) -> None:
         """Call off whatever has not struck yet."""
         self._waiting.clear()

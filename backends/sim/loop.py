@@ -74,6 +74,20 @@ class SimTask(asyncio.Task):
         return self.birth
 
 
+class Ready(asyncio.Handle):
+    """What ``call_soon`` returns: the base class without its question for the debug mode, which is asked already."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: Any, loop: "SimLoop", context: Any) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = self._source_traceback = None
+
+
 class Timer(asyncio.TimerHandle):
     """What ``call_at`` returns, and its own calendar entry: no second object, no reference cycle."""
 
@@ -124,7 +138,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
         if self._debug or self._closed:
             return super().call_soon(callback, *args, context=context)
-        handle = asyncio.Handle(callback, args, self, context)  # what the base does, three calls cheaper
+        handle = Ready(callback, args, self, context)  # what the base does, three calls cheaper
         self._ready.append(handle)
         return handle
 

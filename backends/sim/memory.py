@@ -87,23 +87,26 @@ class Device:
 
 
 class Watch:
-    """Somebody waits until each of these devices shows that much free. `seen` rings with None, or why it never will."""
+    """Somebody waits until each of these devices shows that much free. `seen` rings with None, or why it never will;
+    `shown` is what they showed at that moment, however late whoever waits gets to read it."""
 
-    __slots__ = ("devices", "need", "seen")
+    __slots__ = ("devices", "need", "seen", "shown")
 
     def __init__(self, env: SimEnv, devices: Sequence[Device], need: Sequence[int]) -> None:
         self.devices = tuple(devices)
         self.need = tuple(need)
         self.seen = simpy.Event(env)
+        self.shown: dict[int, int] = {}
+
+    def end(self, why: str | None = None) -> None:
+        self.shown = {device.id: device.free for device in self.devices}
+        self.seen.succeed(why)
 
     def settled(self) -> bool:
         return all(device.free >= need for device, need in zip(self.devices, self.need, strict=True))
 
     def lost(self) -> str:
         return ", ".join(f"{device} is gone" for device in self.devices if device.gone)
-
-    def free(self) -> dict[int, int]:
-        return {device.id: device.free for device in self.devices}
 
 
 class _Return:
@@ -242,9 +245,9 @@ class Memory:
         """Watch until every device shows what is needed, all at once. It may be so already (`settled`)."""
         watch = Watch(self._env, devices, need)
         if watch.lost():
-            watch.seen.succeed(watch.lost())
+            watch.end(watch.lost())
         elif watch.settled():
-            watch.seen.succeed()
+            watch.end()
         else:
             for device in watch.devices:
                 device.watches[watch] = None
@@ -255,14 +258,14 @@ class Memory:
         watch.need = tuple(need)
         if not watch.seen.triggered and watch.settled():
             self.unwatch(watch)
-            watch.seen.succeed()
+            watch.end()
 
     def give_up(self, watch: Watch, why: str) -> None:
         """Too late: end the watch with the numbers."""
         if not watch.seen.triggered:
             self.unwatch(watch)
             seen = ", ".join(f"GPU {d.id} shows {show_gib(d.free)} free" for d in watch.devices)
-            watch.seen.succeed(f"{seen} {why}")
+            watch.end(f"{seen} {why}")
 
     def unwatch(self, watch: Watch) -> None:
         for device in watch.devices:
@@ -277,7 +280,7 @@ class Memory:
         for device in devices:
             for watch in tuple(device.watches):
                 self.unwatch(watch)
-                watch.seen.succeed(watch.lost())
+                watch.end(watch.lost())
 
     def clear(self, why: str) -> None:
         """The end of the run: everything is free, nothing is on its way, nobody is left watching."""
@@ -290,7 +293,7 @@ class Memory:
             device.held.clear()
             for watch in tuple(device.watches):
                 self.unwatch(watch)
-                watch.seen.succeed(why)
+                watch.end(why)
 
     def _freed(self, devices: Sequence[Device], *, quiet: bool = False) -> None:
         if not quiet:
@@ -299,7 +302,7 @@ class Memory:
             for watch in tuple(device.watches):
                 if watch.settled():
                     self.unwatch(watch)
-                    watch.seen.succeed()
+                    watch.end()
 
     def show(self, devices: Sequence[Device]) -> None:
         if self._tell is None:

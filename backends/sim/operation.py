@@ -66,7 +66,7 @@ class Operation(Stepper):
             return
         number, free = self._action.action, {}
         if self._watch is not None:
-            free = self._watch.free()
+            free = self._watch.shown
             self._stop_watching()
         if failed is None:
             answer(self._action, events.ActionDone(action=number, free=free))

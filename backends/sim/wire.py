@@ -24,6 +24,9 @@ class Wire:
 
     def carry(self, message: Message, deliver: Deliver) -> None:
         armed, pipeline = self._world.armed, message.pipeline
+        if armed.none and not self.deaf and not self._cut:
+            deliver(message)
+            return
         if self.deaf or pipeline in self._cut or armed.take("lose_message", pipeline):
             return
         late = armed.take("delay_message", pipeline)

@@ -1,7 +1,7 @@
 """What a pipeline says next: the loop of `core.pipeline`, message by message, as a small machine that never ends.
 
     ask for initialisation - publish - open the first batches - release
-    then for ever: close the full batch - ask for training - publish - release - open the next batch
+    then for ever: close the full batch - ask for training - publish - open the next batch - release
 """
 
 from core import events
@@ -10,15 +10,15 @@ from core.model import DemandPolicy, Priority, Role
 from core.verify.node import INITIALISER, TRAINER, Node
 from core.verify.world import Start, World
 
-(ASK_INIT, INIT, FIRST_OPEN, FIRST_SIGNAL, INIT_RELEASE, ROLLOUT, ASK, TRAIN, RELEASE, OPEN, SIGNAL, GONE) = range(12)
+(ASK_INIT, INIT, FIRST_OPEN, FIRST_SIGNAL, INIT_RELEASE, ROLLOUT, ASK, TRAIN, OPEN, SIGNAL, RELEASE, GONE) = range(12)
 
 SAYS = {
     ASK_INIT: "asks to be initialised", INIT: "is initialised and publishes its first weights",
     FIRST_OPEN: "opens a rollout batch", FIRST_SIGNAL: "signals that it wants to roll out",
     INIT_RELEASE: "releases all its GPUs", ROLLOUT: "takes its full batch, which is closed",
     ASK: "asks for its training GPUs", TRAIN: "has trained and publishes its weights",
-    RELEASE: "releases its training GPUs", OPEN: "opens its next rollout batch",
-    SIGNAL: "signals that it wants to roll out", GONE: "has heard that it failed, and leaves",
+    OPEN: "opens its next rollout batch", SIGNAL: "signals that it wants to roll out",
+    RELEASE: "releases its training GPUs", GONE: "has heard that it failed, and leaves",
 }  # fmt: skip
 """What a pipeline at each place says, in words."""
 
@@ -55,11 +55,11 @@ def say(world: World, node: Node, number: int, word: int) -> events.Message:
             return events.LeaseRequested(**who, request=request, role=Role.ACTOR_TRAIN, priority=priority)
         case 1 | 7:  # INIT, TRAIN
             return events.WeightsPublished(**who, version=book.published + 1)
-        case 2 | 9:  # FIRST_OPEN, OPEN
+        case 2 | 8:  # FIRST_OPEN, OPEN
             return events.BatchOpened(**who, batch=book.opened_through + 1, target=world.target)
-        case 3 | 10:  # FIRST_SIGNAL, SIGNAL
+        case 3 | 9:  # FIRST_SIGNAL, SIGNAL
             return events.RolloutSignalled(**who, batch=book.opened_through)
-        case 4 | 8:  # INIT_RELEASE, RELEASE
+        case 4 | 10:  # INIT_RELEASE, RELEASE
             node.leave(number, TRAINER | INITIALISER)
             return events.LeaseReleased(**who, epoch=min(book.leases))
         case 5:  # ROLLOUT
@@ -73,9 +73,9 @@ def _after(world: World, book: PipelineBook, word: int) -> int:
     if word == FIRST_SIGNAL or (word == FIRST_OPEN and silent):
         opened = len(book.batches) + (word == FIRST_OPEN)
         return FIRST_OPEN if opened <= world.staleness else INIT_RELEASE
-    if word == SIGNAL or (word == OPEN and silent):
-        return ROLLOUT
-    return min(word + 1, GONE)
+    if word == OPEN and silent:
+        return RELEASE
+    return ROLLOUT if word == RELEASE else min(word + 1, GONE)
 
 
 def completes(book: PipelineBook, dp_rank: int) -> events.TrajectoryCompleted:

@@ -41,6 +41,10 @@ HEAD = 8
 """Bytes of a pipeline before its batches; `ENGINE`: of an engine."""
 ENGINE = 4
 
+# The first two bytes of an engine that is asleep.
+ASLEEP = STATE_CODE[EngineState.ASLEEP]
+NOTHING = NO_AGE | NO_LAG << 2
+
 # Numbers of actions in flight: one at a time for each engine, GPU, and pipeline.
 STOP, MEMORY, FIRST_ENGINE, NEXT = 1, 20, 30, 200
 
@@ -134,8 +138,11 @@ class Codec:
     def _pack_engines(self, out: list[int], state: State, book: PipelineBook, tick: int) -> None:
         promised, unserving = state.ledger.promised, state.ledger.unserving
         order = self._order(book)
-        for engine in book.engines:
+        for rank, engine in enumerate(book.engines):
             where, deaths = engine.state, engine.deaths
+            if where is EngineState.ASLEEP and not (engine.operation or deaths or engine.strikes or engine.disabled):
+                out += (ASLEEP, NOTHING | (engine in promised) << 6, 0, order.get(rank, 0))
+                continue
             operation = detail = 0
             if engine.operation:
                 operation, detail = self._operation(book, state.operations[engine.operation][0])
@@ -154,16 +161,21 @@ class Codec:
                 STATE_CODE[where] | operation << 3 | engine.routable << 6 | engine.doomed << 7,
                 age | lag << 2 | done << 5 | (engine in promised) << 6 | (engine in unserving) << 7,
                 detail | engine.strikes << 3 | deaths << 5 | (engine.disabled != "") << 7,
-                order.get(engine.dp_rank, 0),
+                order.get(rank, 0),
             )
 
     @staticmethod
     def _order(book: PipelineBook) -> dict[int, int]:
-        """Of engines that have served without completing anything, which did so first: a turn may rest on it."""
+        """Of engines that have completed nothing, which served first, or was promised first: a turn may rest on it."""
         if len(book.up) < 2:
             return {}
         served = [(e.routable_since, rank) for rank, e in book.up.items() if e.routable_since >= 0 and not e.completed]
-        return {rank: place for place, (_, rank) in enumerate(sorted(served))} if len(served) > 1 else {}
+        served.sort()
+        coming = [rank for rank, engine in book.up.items() if engine.routable_since < 0]
+        order = {rank: place for place, (_, rank) in enumerate(served)} if len(served) > 1 else {}
+        if len(coming) > 1:
+            order.update((rank, place) for place, rank in enumerate(coming))
+        return order
 
     def _operation(self, book: PipelineBook, action: actions.Action) -> tuple[int, int]:
         if isinstance(action, actions.WakeEngine):
@@ -323,6 +335,7 @@ class Codec:
         ledger = state.ledger
         gpus = ledger.gpus
         up: dict[int, Engine] = {}
+        first, ordered = place + ENGINE - 1, 0
         for rank, engine in enumerate(book.engines):
             code = key[place : place + ENGINE]
             place += ENGINE
@@ -332,7 +345,7 @@ class Codec:
                 found = known[code] = self._engine(number, engine, code)
             (
                 engine.state, engine.routable, engine.doomed, engine.routable_since, engine.version, engine.completed,
-                engine.strikes, engine.deaths, engine.disabled, action, promised, unserving, holds, counts,
+                engine.strikes, engine.deaths, engine.disabled, action, promised, unserving, holds, counts, order,
             ) = found  # fmt: skip
             engine.operation = 0
             if action is not None:
@@ -351,6 +364,9 @@ class Codec:
                 ledger.doomed[engine] = None
             if counts:
                 up[rank] = engine
+                ordered |= order
+        if ordered:  # promised in another order than that of ranks, perhaps
+            up = {rank: up[rank] for rank in sorted(up, key=lambda rank: key[first + ENGINE * rank])}
         book.up = up
         return place
 
@@ -367,8 +383,8 @@ class Codec:
         return (
             state, first & 64 > 0, doomed, -1 if age == NO_AGE else (NOW_TICK - age) * TICK + order, version,
             second >> 5 & 1,
-            third >> 3 & 3, third >> 5 & 3, "it may not be used" if third > 127 else "", action, promised,
-            second > 127, state in UP or state is EngineState.DRAINING, promised or (state in UP and not doomed),
+            third >> 3 & 3, third >> 5 & 3, "it may not be used" if third > 127 else "", action, promised, second > 127,
+            state in UP or state is EngineState.DRAINING, promised or (state in UP and not doomed), order,
         )  # fmt: skip
 
     @staticmethod

@@ -7,7 +7,7 @@ from core.verify.liveness import first_stuck
 from core.verify.search import Graph, explore
 from core.verify.story import tell_broken, tell_stuck
 
-FIRST_LOOK = 1_000
+FIRST_LOOK = 4_000
 """States before the first search for endless waits; then at every doubling, so that a deadlock is found early."""
 
 PROVED, BROKEN, STUCK, UNFINISHED = "proved", "broken", "stuck", "unfinished"

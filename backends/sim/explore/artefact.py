@@ -53,30 +53,28 @@ class Replay:
         found = self.judgement.finding
         if found is None:
             return "nothing was found"
-        at = self._where.entry if self._where.entry >= 0 else len(self.log.entries) - 1
+        at_the_end = (len(self.log.entries) - 1, self._where.explained())
+        at, waits = self._where.broken.get((found.rule, found.text), at_the_end)
         shown = list(self.log.entries)[max(0, at - ENTRIES_SHOWN + 1) : at + 1]
-        waits = self._where.waits or self._where.explained()
         lines = [f"{found.rule} ({found.outcome}) at {show_s(found.at_ns)}: {found.text}", "", "the log up to there:"]
         return "\n".join([*lines, *(f"  {show(entry)}" for entry in shown), "", "who waits then:", _indented(waits)])
 
 
 class Where:
-    """A listener with a monitor of its own: the entry at which a rule first broke, and who waited for whom then."""
+    """A listener with a monitor of its own: at which entry each rule broke, and who waited for whom then."""
 
     def __init__(self, case: Case) -> None:
         scenario = case.scenario
         self.trial = Trial(case, thorough=False)
-        self.entry = -1
-        self.waits = ""
+        self.broken: dict[tuple[str, str], tuple[int, str]] = {}
+        """(rule, detail) -> (entry, waits)."""
         self._monitor = Monitor(scenario.cluster, scenario.demand, scenario.driver)
 
     def __call__(self, i: int, t_ns: int, cause: int, item: object) -> None:
-        if self.entry >= 0:
-            return
+        known = len(self._monitor.violations)
         self._monitor(i, t_ns, cause, item)
-        if self._monitor.violations:
-            self.entry = i
-            self.waits = self.explained()
+        for violation in self._monitor.violations[known:]:
+            self.broken.setdefault((violation.rule, violation.detail), (i, self.explained()))
 
     def explained(self) -> str:
         service = self.trial.service
