@@ -7,7 +7,7 @@ anything; `floor` remembers the grant itself and counts it as one trajectory.
 """
 
 from core.bounds import AGEING_NS
-from core.ledger import PipelineBook
+from core.ledger import Phase, PipelineBook
 from core.model import DemandPolicy, Priority
 
 
@@ -57,3 +57,16 @@ def released(book: PipelineBook) -> None:
     book.allocation = False
     book.signal = False
     book.reported = None
+
+
+def feed(book: PipelineBook, policy: DemandPolicy, now: int, *, progress: bool = False) -> None:
+    """Keep `demand_since` and `hungry_since` true after anything that changes demand or completes a trajectory."""
+    if not book.open_demand:
+        book.demand_since = -1
+    elif book.demand_since < 0:
+        book.demand_since = now
+    wanted = demand(book, policy) if book.phase is Phase.READY else 0
+    if not wanted:
+        book.hungry_since = -1
+    elif progress or book.hungry_since < 0:
+        book.hungry_since = now

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from core.ledger import Engine, Lease, PipelineBook, Request
+from core.ledger import Engine, Lease, Ledger, PipelineBook, Request
 from core.model import PipelineSpec, Priority, Role
 
 
@@ -39,3 +39,10 @@ def tenant_need(tenant: Engine | Lease | Request) -> int:
 def expected_residue(books: Iterable[PipelineBook], gpu: int) -> int:
     """What all initialised pipelines together should keep on a GPU while nobody uses it."""
     return sum(residue_on(book.spec, gpu) for book in books)
+
+
+def declare_needs(ledger: Ledger, book: PipelineBook) -> None:
+    """Set what must be seen free on the GPUs of a pipeline that became ready, or went."""
+    for gpu in book.spec.union:
+        needs = [largest_need(other.spec, gpu) for other in ledger.residents(gpu)]
+        ledger.need[gpu] = max(needs, default=0) + ledger.cluster.memory_margin

@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 from core import actions, events
 from core.budget import check_fit
-from core.demand import demand, due, progressed, released, signal_arrived
-from core.engines import UNKNOWN, clear, deliver_grant, kill, quarantine, settle, watch_gpu
-from core.errors import Conflict, RequestError, StaleLease, UnknownName
-from core.ledger import EngineState, Lease, Phase, PipelineBook, Request
-from core.model import PRIORITIES_OF, BatchState, PipelineState, Priority, RequestState, Role
-from core.needs import largest_need
+from core.demand import feed, progressed, released, signal_arrived
+from core.engines import deliver_grant, kill, quarantine, settle, watch_gpu
+from core.errors import Conflict, RequestError, UnknownName
+from core.leases import check_empty_handed, check_request, drop_request, end_lease, file_request, lease_of, release
+from core.ledger import EngineState, Phase, PipelineBook
+from core.model import BatchState, PipelineState, RequestState
+from core.needs import declare_needs
 from core.state import Reply, State
 from core.topology import check_spec
 
@@ -122,7 +123,7 @@ def teardown(state: State, book: PipelineBook, tell: bool) -> None:
     if tell:
         state.ask(actions.FailPipeline, None, book.spec.limits.command, pipeline=book.id, reason=book.reason)
     for request in list(book.requests.values()):
-        _drop_request(state, request)
+        drop_request(state, request)
     book.batches.clear()
     book.recount()
     released(book)
@@ -140,23 +141,15 @@ def teardown(state: State, book: PipelineBook, tell: bool) -> None:
         state.set_engine(engine, EngineState.DEAD)
     book.up.clear()
     for lease in list(book.leases.values()):
-        _end_lease(state, lease)
+        end_lease(state, lease)
         ledger.clear(lease.gpus, book, f"{book.id} is over")
     for gpu in book.spec.union:
         ledger.mapped[gpu].pop(book, None)
-    _declare_needs(state, book)
+    declare_needs(state.ledger, book)
     limit = book.spec.limits.sleep
     book.stop = state.ask(actions.StopPipeline, book, limit, pipeline=book.id, reason=book.reason or "it left")
     state.touch(book, book.spec.union)
     state.remap()
-
-
-def _declare_needs(state: State, book: PipelineBook) -> None:
-    """What must be seen free on the GPUs of a pipeline that became ready, or went."""
-    ledger = state.ledger
-    for gpu in book.spec.union:
-        needs = [largest_need(other.spec, gpu) for other in ledger.residents(gpu)]
-        ledger.need[gpu] = max(needs, default=0) + ledger.cluster.memory_margin
 
 
 def stopped(state: State, book: PipelineBook, failure: str | None) -> None:
@@ -181,159 +174,41 @@ def stopped(state: State, book: PipelineBook, failure: str | None) -> None:
 
 def _request(state: State, message: events.LeaseRequested | events.ReleasedAndRequested) -> None:
     book = _book(state, message)
-    _file(state, book, RequestState(request=message.request, role=message.role, priority=message.priority))
-
-
-def _file(state: State, book: PipelineBook, wanted: RequestState) -> None:
-    if wanted.request <= book.requests_through:
-        return  # a retry
-    gpus = check_request(state, book, wanted.role, wanted.priority)
-    _check_empty_handed(book, wanted.role)
-    now = state.ledger.now
-    book.requests_through = wanted.request
-    request = Request(book, wanted.request, wanted.role, wanted.priority, gpus, now, due(now, wanted.priority))
-    book.requests[request.number] = request
-    state.ledger.waiting[request] = None
-    if request.priority is Priority.INITIALIZATION:
-        state.note("init_accepted", f"{book.id} asks for GPUs {list(gpus)} to initialise", book.id, gpus=gpus)
-    state.touch()
-
-
-def check_request(state: State, book: PipelineBook, role: Role, priority: Priority) -> tuple[int, ...]:
-    """The GPUs that such a request asks for; raises RequestError if it may not be made."""
-    group = book.spec.group(role)
-    if group is None:
-        raise UnknownName(f"pipeline {book.id} has no worker group {role}")
-    if priority not in PRIORITIES_OF[role]:
-        allowed = ", ".join(p.name for p in PRIORITIES_OF[role]) or "nothing"
-        raise RequestError(f"{book.id}: worker group {role} may ask for {allowed}, not for {priority.name}")
-    if priority is Priority.GENERATION:
-        raise RequestError(f"{book.id}: rollout engines are not requested; open a rollout batch instead")
-    initial = priority is Priority.INITIALIZATION
-    if initial and book.phase is not Phase.ADMITTED:
-        raise Conflict(f"{book.id}: INITIALIZATION may be requested once, after admission (it is {book.phase})")
-    if not initial and book.phase is not Phase.READY:
-        raise Conflict(f"{book.id}: {priority.name} may be requested after initialisation (it is {book.phase})")
-    gpus = book.spec.union if initial else group.gpus
-    gone = [gpu for gpu in gpus if state.ledger.gpus[gpu].gone]
-    if gone:
-        raise RequestError(f"{book.id}: {role} needs GPU {gone[0]}, which is gone ({state.ledger.gpus[gone[0]].why})")
-    return gpus
-
-
-def _check_empty_handed(book: PipelineBook, role: Role, but: Lease | None = None) -> None:
-    """No pipeline holds one lease (`but` the one it is about to release) and waits for another, nor for two that could
-    be granted one by one. So nobody who waits is waited for: two jobs that take two pools in opposite order cannot
-    lock, and no request behind them can either. Raises Conflict."""
-    held = next((lease for lease in book.leases.values() if lease is not but), None)
-    if held is not None:
-        raise Conflict(
-            f"{book.id} holds GPUs {list(held.gpus)} for its {held.role} and may not wait for its {role} meanwhile; "
-            "release first, or release and request in one step"
-        )
-    if book.requests:
-        waiting = next(iter(book.requests.values()))
-        raise Conflict(f"{book.id} waits for its {waiting.role} already; cancel that before asking for its {role}")
+    file_request(state, book, RequestState(request=message.request, role=message.role, priority=message.priority))
 
 
 def _cancel(state: State, message: events.RequestCancelled) -> None:
     book = state.ledger.books[message.pipeline]
     request = book.requests.get(message.request)
     if request is not None:
-        _drop_request(state, request)
+        drop_request(state, request)
         return
     for lease in list(book.leases.values()):
         if lease.request == message.request:
             release(state, lease, used=False)
 
 
-def _drop_request(state: State, request: Request) -> None:
-    ledger = state.ledger
-    request.book.requests.pop(request.number, None)
-    if request.promised:
-        ledger.break_promise(request)
-        state.touch(None, request.gpus)
-    ledger.waiting.pop(request, None)
-    state.touch()
-
-
 def _release(state: State, message: events.LeaseReleased) -> None:
-    release(state, _lease(state.ledger.books[message.pipeline], message.epoch))
-
-
-def _lease(book: PipelineBook, epoch: int) -> Lease:
-    lease = book.leases.get(epoch)
-    if lease is None:
-        held = ", ".join(str(e) for e in book.leases) or "none"
-        raise StaleLease(f"pipeline {book.id} holds no lease with epoch {epoch} (its leases: {held})")
-    return lease
-
-
-def _end_lease(state: State, lease: Lease) -> None:
-    del state.ledger.leases[lease.epoch]
-    del lease.book.leases[lease.epoch]
-    if state.ledger.init is lease:
-        state.ledger.init = None
-        state.touch()
-    state.cancel_timer(f"hold/{lease.epoch}")
-
-
-def release(state: State, lease: Lease, *, used: bool = True) -> None:
-    """The holder says that it is offloaded; or never heard that it holds anything, if it is not `used`."""
-    book = lease.book
-    _end_lease(state, lease)
-    if used and lease.priority is Priority.INITIALIZATION and book.phase is Phase.ADMITTED:
-        book.phase = Phase.READY
-        _declare_needs(state, book)
-    clear(state, lease.gpus, book, f"release by {lease}", lease)
-    state.touch(book, lease.gpus)
-    feed(state, book)
+    release(state, lease_of(state.ledger.books[message.pipeline], message.epoch))
 
 
 def _release_and_request(state: State, message: events.ReleasedAndRequested) -> None:
     book = _book(state, message)
-    lease = _lease(book, message.epoch)
+    lease = lease_of(book, message.epoch)
     if message.request > book.requests_through:
         check_request(state, book, message.role, message.priority)
-        _check_empty_handed(book, message.role, lease)
+        check_empty_handed(book, message.role, lease)
     release(state, lease)
     _request(state, message)
-
-
-def lease_overdue(state: State, epoch: int) -> None:
-    """A maximum hold is over."""
-    lease = state.ledger.leases.get(epoch)
-    if lease is not None:
-        held = (state.ledger.now - lease.granted_at) / 1e9
-        state.fail(lease.book, f"its {lease.role} held GPUs {list(lease.gpus)} for {held:g} s, longer than its limit")
-
-
-def grant_delivered(state: State, lease: Lease, failure: str | None) -> None:
-    """A grant reached its client, or did not. If nobody knows, the client's next repetition tells."""
-    if failure and not failure.startswith(UNKNOWN) and lease.epoch in state.ledger.leases:
-        release(state, lease, used=False)
 
 
 # --- rollout ------------------------------------------------------------------------------------------------
 
 
-def feed(state: State, book: PipelineBook, *, progress: bool = False) -> None:
-    """Keep `hungry_since` true after anything that changes demand or completes a trajectory."""
-    if not book.open_demand:
-        book.demand_since = -1
-    elif book.demand_since < 0:
-        book.demand_since = state.ledger.now
-    wanted = demand(book, state.ledger.policy) if book.phase is Phase.READY else 0
-    if not wanted:
-        book.hungry_since = -1
-    elif progress or book.hungry_since < 0:
-        book.hungry_since = state.ledger.now
-
-
 def _wish_changed(state: State, book: PipelineBook) -> None:
     book.recount()
     book.planned_at = book.open_demand
-    feed(state, book)
+    feed(book, state.ledger.policy, state.ledger.now)
     state.touch(book)
 
 
@@ -351,7 +226,7 @@ def _open_batch(state: State, message: events.BatchOpened) -> None:
 def _signal(state: State, message: events.RolloutSignalled) -> None:
     book = _book(state, message)
     signal_arrived(book, state.ledger.now)
-    feed(state, book)
+    feed(book, state.ledger.policy, state.ledger.now)
     state.touch(book)
 
 
@@ -368,7 +243,7 @@ def _complete(state: State, message: events.TrajectoryCompleted) -> None:
     )
     book.open_demand -= message.delivered - batch.delivered
     progressed(book)
-    feed(state, book, progress=True)
+    feed(book, state.ledger.policy, state.ledger.now, progress=True)
     first = False
     if 0 <= message.dp_rank < len(book.engines):
         engine = book.engines[message.dp_rank]
@@ -429,7 +304,7 @@ def _release_rollout(state: State, message: events.RolloutReleased) -> None:
             state.ledger.break_promise(engine)
         else:
             state.ledger.doom(engine)
-    feed(state, book)
+    feed(book, state.ledger.policy, state.ledger.now)
     state.touch(book)
     settle(state, book)
 
@@ -462,11 +337,11 @@ def _resent(state: State, message: events.StateResent) -> None:
         book.opened_through = max(book.opened_through, told.opened_through, *listed, -1)
         _wish_changed(state, book)
         if sum(batch.delivered for batch in listed.values()) > delivered:
-            feed(state, book, progress=True)
+            feed(book, state.ledger.policy, state.ledger.now, progress=True)
     if told.signals > book.signals:
         book.signals = told.signals - 1
         signal_arrived(book, state.ledger.now)
-        feed(state, book)
+        feed(book, state.ledger.policy, state.ledger.now)
         state.touch(book)
     if told.published > book.published:
         _published(state, events.WeightsPublished(pipeline=book.id, seq=message.seq, version=told.published))
@@ -484,10 +359,10 @@ def _resent_leases(state: State, book: PipelineBook, told: PipelineState) -> Non
             release(state, lease)
     for request in list(book.requests.values()):
         if request.number not in waiting and request.number <= told.requests_through:
-            _drop_request(state, request)
+            drop_request(state, request)
     for number in sorted(waiting):
         if number > book.requests_through:
-            _file(state, book, waiting[number])
+            file_request(state, book, waiting[number])
 
 
 _HANDLERS: dict[type[events.Message], Callable[..., None]] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from core import events
 from core.actions import Action
-from core.demand import granted
+from core.demand import feed, granted
 from core.engines import (
     cut_off,
     engine_died,
@@ -21,9 +21,10 @@ from core.engines import (
     node_left,
     start,
 )
+from core.leases import grant_delivered, lease_overdue
 from core.ledger import Engine, Hold, Lease, PipelineBook
 from core.model import Cluster, DemandPolicy
-from core.pipelines import feed, grant_delivered, lease_overdue, receive, stopped, teardown
+from core.pipelines import receive, stopped, teardown
 from core.planner import Plan, plan
 from core.reconciler import reconcile
 from core.regions import Regions
@@ -103,7 +104,7 @@ def _promise(state: State, made: Plan) -> None:
 def _granted(state: State, book: PipelineBook) -> None:
     if granted(book, state.ledger.now):
         state.note("rollout_granted", f"{book.id} is granted rollout; its signal is consumed", book.id)
-    feed(state, book)
+    feed(book, state.ledger.policy, state.ledger.now)
 
 
 def _reprieve(state: State, engine: Engine) -> None:
