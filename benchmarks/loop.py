@@ -11,7 +11,6 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import anyio
 import simpy
@@ -19,22 +18,13 @@ import simpy
 from backends.sim.calendar import SimEnv
 from backends.sim.loop import SimLoop, run_sim
 from backends.sim.policies import Walk
+from benchmarks.table import Row, at_most, fact, show
 
 ROUNDS = 3
 # On a busy machine one engine may have no quiet round among three; a real miss stays one.
 ROUNDS_BEFORE_A_MISS = 9
 # How many times slower than bare SimPy a wake-up may be.
 BOUNDS = {"sleep_ns": 4.0, "until(timeout)": 4.0, "anyio.sleep": 8.0}
-
-
-class Row(NamedTuple):
-    """One line of the table; without a bound a row is for information and always ok."""
-
-    name: str
-    value: float
-    unit: str
-    bound: float | None
-    ok: bool
 
 
 def _delay(task: int, turn: int) -> int:
@@ -113,11 +103,12 @@ def run(quick: bool = False) -> list[Row]:
 
 def _rows(best: dict[str, float], events: int) -> list[Row]:
     bare = best["bare SimPy"]
-    rows = [Row("bare SimPy", events / bare / 1e3, "k events/s", None, True)]
+    rows = [fact("bare SimPy", events / bare / 1e3, "k events/s")]
     for name, spent in best.items():
-        if name != "bare SimPy":
-            ratio, bound = spent / bare, BOUNDS.get(name)
-            rows.append(Row(name, ratio, "x bare SimPy", bound, bound is None or ratio <= bound))
+        if name in BOUNDS:
+            rows.append(at_most(name, spent / bare, "x bare SimPy", BOUNDS[name]))
+        elif name != "bare SimPy":
+            rows.append(fact(name, spent / bare, "x bare SimPy"))
     return rows
 
 
@@ -126,8 +117,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a fifth of the work")
     rows = run(parser.parse_args().quick)
     for row in rows:
-        bound = "" if row.bound is None else f"at most {row.bound:g}  {'ok' if row.ok else 'MISSED'}"
-        print(f"{row.name:28} {row.value:9.2f} {row.unit:13} {bound}")
+        print(show(row))
     return 0 if all(row.ok for row in rows) else 1
 
 

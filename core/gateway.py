@@ -230,8 +230,7 @@ class Gateway:
         if batch not in kept:
             raise Conflict(f"{self._pipeline}: batch {batch.number} is not open")
         kept.remove(batch)
-        batch.recall()
-        return batch.samples
+        return batch.close()
 
     # --- which trajectory goes where ------------------------------------------------------------------
 

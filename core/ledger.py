@@ -124,12 +124,13 @@ class Gpu:
 
 class Engine:
     __slots__ = (
-        "id", "book", "gpus", "state", "epoch", "version", "routable", "routable_since", "completed", "doomed",
-        "operation", "strikes", "deaths", "disabled", "since",
+        "id", "dp_rank", "book", "gpus", "state", "epoch", "version", "routable", "routable_since", "completed",
+        "doomed", "operation", "strikes", "deaths", "disabled", "since",
     )  # fmt: skip
 
     def __init__(self, book: "PipelineBook", dp_rank: int, gpus: tuple[int, ...]) -> None:
         self.id = EngineId(book.id, dp_rank)
+        self.dp_rank = dp_rank
         self.book = book
         self.gpus = gpus
         self.state = EngineState.ASLEEP
@@ -150,10 +151,6 @@ class Engine:
         self.disabled = ""
         """Why it is not used any more; empty: it is."""
         self.since = 0
-
-    @property
-    def dp_rank(self) -> int:
-        return self.id.dp_rank
 
     @property
     def holds(self) -> bool:

@@ -58,7 +58,4 @@ def reconcile(ledger: Ledger) -> Iterator[Step]:
 
 
 def _free(ledger: Ledger, gpus: tuple[int, ...]) -> bool:
-    for gpu in gpus:
-        if ledger.gpus[gpu].hold is not Hold.FREE:
-            return False
-    return True
+    return all([ledger.gpus[gpu].hold is Hold.FREE for gpu in gpus])

@@ -16,7 +16,7 @@ import heapq
 
 from core.demand import demand
 from core.draft import Draft
-from core.ledger import Engine, PipelineBook
+from core.ledger import Engine, Lease, PipelineBook, Request
 from core.regions import GpuClass
 from core.shares import Claim, balance, round_off
 from core.turns import NEARLY_FINISHED, turn_end
@@ -107,7 +107,7 @@ class Market:
         if len(engine.gpus) > 1:
             return self._price_wide(engine, mode)
         gpu = engine.gpus[0]
-        victim = self.draft.tenant(gpu)
+        victim = self.draft.tenants[gpu]
         if victim is None:
             return (0, 0, 0, 0.0, engine.dp_rank) if self.draft.ledger.gpus[gpu].usable else None
         if not isinstance(victim, Engine):
@@ -120,14 +120,18 @@ class Market:
 
     def _price_wide(self, engine: Engine, mode: str) -> Cost | None:
         """The same for an engine of several GPUs, which may have to make several others go."""
-        draft = self.draft
-        if not all(draft.ledger.gpus[gpu].usable for gpu in engine.gpus):
-            return None
-        victims = {id(t): t for gpu in engine.gpus if (t := draft.tenant(gpu)) is not None}
+        draft, gpus, tenants = self.draft, self.draft.ledger.gpus, self.draft.tenants
+        victims: dict[Engine | Lease | Request, None] = {}
+        for gpu in engine.gpus:
+            if not gpus[gpu].usable:
+                return None
+            tenant = tenants[gpu]
+            if tenant is not None:
+                victims[tenant] = None
         left = 0.0
         taken: dict[PipelineBook, int] = {}
-        for victim in victims.values():
-            if not isinstance(victim, Engine):
+        for victim in victims:
+            if type(victim) is not Engine:
                 return None
             wish = self.wishes.get(victim.book)
             if wish is None:
@@ -137,8 +141,9 @@ class Market:
             taken[wish.book] = taken.get(wish.book, 0) + 1
             if self._gives(victim, wish, taken[wish.book], mode) < 0:
                 return None
-            left = max(left, wish.left)
-        emptied = sum(draft.up(book) == lost for book, lost in taken.items())
+            if wish.left > left:
+                left = wish.left
+        emptied = sum([draft.up(book) == lost for book, lost in taken.items()])
         busy = sum(taken.values())
         return (emptied, busy, len(victims) - busy, -left, engine.dp_rank)
 
@@ -150,15 +155,16 @@ class Market:
         """Engines its pipeline keeps if `taken` of them, this one the last, are given up; -1: it may not be."""
         if mode == "idle":
             return -1
-        remaining = self.draft.up(wish.book) - taken
+        draft = self.draft
+        remaining = draft.up(wish.book) - taken
         if mode != "turn":
             if remaining < wish.target or (mode == "rich" and remaining + 1 - wish.exact < WHOLE):
                 return -1
             if mode == "rich" and wish.left < NEARLY_FINISHED:
                 return -1
-        end = turn_end(engine, remaining == 0 or self.draft.bears_turn(engine))
-        if end is None or end > self.draft.ledger.now:
-            self.draft.review(end)
+        end = turn_end(engine, not engine.completed and (remaining == 0 or draft.bears_turn(engine)))
+        if end is None or end > draft.ledger.now:
+            draft.review(end)
             return -1
         return remaining
 
@@ -211,10 +217,10 @@ class Survey:
 
     def _count(self, draft: Draft, cls: GpuClass, wanting: dict[PipelineBook, None]) -> int:
         """GPUs of a class that rollouts may use."""
-        gpus, tenant_of, inside = draft.ledger.gpus, draft.tenant, self.inside
+        gpus, tenants, inside = draft.ledger.gpus, draft.tenants, self.inside
         count = 0
         for gpu in cls.gpus:
-            tenant = tenant_of(gpu)
+            tenant = tenants[gpu]
             if type(tenant) is Engine:
                 book = tenant.book
                 (self.busy if book in wanting else self.idle).append(gpu)

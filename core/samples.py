@@ -121,6 +121,14 @@ class RolloutBatch:
             if trajectory.attempt != NONE:
                 self.queue_again(trajectory)
 
+    def close(self) -> list[Sample]:
+        """The end of the batch: what was accepted. Its trajectories and the batch let go of each other, for only a
+        garbage collector could tell that nobody needs them any more, and the simulator runs without one."""
+        self.recall()
+        for trajectories in (self._trajectories, self._fresh, self._again):
+            trajectories.clear()
+        return self.samples
+
     def _settle(self) -> None:
         if not self.demand:
             self._settled.set()

@@ -305,4 +305,4 @@ def _closes_gate(action: actions.Action) -> bool:
 
 # Looked up by type: asking each event whether it is one of a long union takes longer than logging it.
 _DECIDED = dict.fromkeys(get_args(events.SCHEDULED))
-_OUTCOMES = dict.fromkeys(get_args(Outcome) + (events.ActionUnknown,))
+_OUTCOMES = dict.fromkeys((*get_args(Outcome), events.ActionUnknown))

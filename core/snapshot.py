@@ -72,12 +72,17 @@ def plan_snapshot(data: Any, explain: bool = False) -> dict[str, Any]:
 
     Raises ConfigError for a snapshot that is malformed, names what it does not declare, or breaks S1.
     """
+    ledger = read_ledger(data)
+    return _answer(plan(ledger, Regions(ledger)), explain)
+
+
+def read_ledger(data: Any) -> Ledger:
+    """The books that a snapshot describes. Raises ConfigError."""
     try:
         snapshot = msgspec.convert(data, Snapshot)
     except msgspec.ValidationError as error:
         raise ConfigError("snapshot", str(error).replace("`$", "`snapshot"), "see docs/scenarios.md") from None
-    ledger = _ledger(snapshot)
-    return _answer(plan(ledger, Regions(ledger)), explain)
+    return _ledger(snapshot)
 
 
 def _ledger(snapshot: Snapshot) -> Ledger:

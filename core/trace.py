@@ -15,6 +15,7 @@ import hashlib
 import platform
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
@@ -94,6 +95,7 @@ def header_of(scenario: Scenario, backend: str) -> Header:
     )  # fmt: skip
 
 
+@cache
 def _own_version() -> str:
     try:
         return version("turnstile")

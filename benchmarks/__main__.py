@@ -1,0 +1,35 @@
+"""Everything that is measured, in one table: `python -m benchmarks [--quick] [NAME ...]`.
+
+Exit 1 if a bound is missed.
+"""
+
+import argparse
+import importlib
+
+from benchmarks.table import Row, show
+
+NAMES = ("loop", "planning", "reports", "runs", "worlds", "verify", "day")
+"""The modules, the quickest first."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="less of everything, and wider noise")
+    options = parser.parse_args()
+    for name in options.names:
+        if name not in NAMES:
+            parser.error(f"no benchmark is called {name!r}; there are {', '.join(NAMES)}")
+    rows: list[Row] = []
+    for name in options.names or NAMES:
+        for row in importlib.import_module(f"benchmarks.{name}").run(options.quick):
+            rows.append(row)
+            print(show(row), flush=True)
+    missed = [row.name for row in rows if not row.ok]
+    bounds = sum(row.bound is not None for row in rows)
+    print(f"{len(missed)} of {bounds} bounds are missed: {', '.join(missed) or '-'}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
