@@ -374,7 +374,7 @@ def _opened(state: State, engine: Engine) -> None:
         state.ledger.unserving.pop(engine, None)
     if engine.routable_since < 0:
         engine.routable_since = state.ledger.now
-        if state.contended or state.ledger.waiting:
+        if state.awaited(engine.book):
             state.touch(engine.book)  # now it is known when its turn ends
 
 

@@ -14,7 +14,7 @@ from core.engines import deliver_grant, kill, quarantine, settle, watch_gpu
 from core.errors import Conflict, RequestError, UnknownName
 from core.leases import check_empty_handed, check_request, drop_request, end_lease, file_request, lease_of, release
 from core.ledger import EngineState, Phase, PipelineBook
-from core.model import BatchState, PipelineState, RequestState
+from core.model import BatchState, DemandPolicy, PipelineState, RequestState
 from core.needs import declare_needs
 from core.state import Reply, State
 from core.topology import check_spec
@@ -226,8 +226,9 @@ def _open_batch(state: State, message: events.BatchOpened) -> None:
 def _signal(state: State, message: events.RolloutSignalled) -> None:
     book = _book(state, message)
     signal_arrived(book, state.ledger.now)
-    feed(book, state.ledger.policy, state.ledger.now)
-    state.touch(book)
+    if state.ledger.policy is not DemandPolicy.BATCH:  # there an open batch has said it already
+        feed(book, state.ledger.policy, state.ledger.now)
+        state.touch(book)
 
 
 def _complete(state: State, message: events.TrajectoryCompleted) -> None:
@@ -253,7 +254,7 @@ def _complete(state: State, message: events.TrajectoryCompleted) -> None:
     if not book.open_demand or book.planned_at - book.open_demand > book.open_target // BANDS:
         book.planned_at = book.open_demand
         state.touch(book)
-    elif first and (state.contended or state.ledger.waiting):
+    elif first and state.awaited(book):
         state.touch(book)
 
 

@@ -74,7 +74,6 @@ def _replan(state: State) -> None:
     state.ledger.unpromised.clear()
     if made.unmet:
         state.unmet.update(made.unmet)
-    state.contended = bool(state.unmet)
     if made.review_at is not None and not 0 <= state.review_at <= made.review_at:
         state.review_at = made.review_at
         state.start_timer("review", made.review_at)

@@ -69,8 +69,6 @@ class State:
         self.replan = False
         self.unmet: dict[PipelineBook, None] = {}
         """Pipelines that wait for somebody's turn or residence to end; looked at again when `review` rings."""
-        self.contended = False
-        """There are some: the first trajectory that an engine completes may end a turn, and is a reason to plan."""
         self.failing: list[tuple[PipelineBook, bool]] = []
         """Pipelines that failed while the present event was handled, and whether their clients are to be told."""
         self.out = Decision()
@@ -127,6 +125,13 @@ class State:
             self.dirty[book] = None
         for gpu in gpus:
             self.dirty_gpus[gpu] = None
+
+    def awaited(self, book: PipelineBook) -> bool:
+        """Whether anybody waits for a turn to end, or for a mapping, where this pipeline rolls out."""
+        mine = book.rank_at.keys()
+        return any(not mine.isdisjoint(other.rank_at) for other in self.unmet) or any(
+            not mine.isdisjoint(request.gpus) for request in self.ledger.waiting
+        )
 
     def remap(self) -> None:
         """A pipeline or engine came or went for good: the map of who meets whom must be drawn again."""

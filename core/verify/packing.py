@@ -82,7 +82,7 @@ class Codec:
         review = 0
         if state.review_at >= 0:
             review = 1 + max(0, state.review_at // TICK - tick)
-        out = [node.faults, review | state.contended << 7, node.dregs]
+        out = [node.faults, review, node.dregs]
         dues: list[tuple[int, int]] = []
         for number, book in enumerate(node.books):
             self._pack_book(out, node, number, book)
@@ -211,10 +211,9 @@ class Codec:
         node.now = ledger.now = NOW_TICK * TICK + 40
         node.faults, review, node.dregs = key[0], key[1], key[2]
         self._reset(state)
-        if review & 127:
-            state.review_at = (NOW_TICK + (review & 127) - 1) * TICK
+        if review:
+            state.review_at = (NOW_TICK + review - 1) * TICK
             state.timers["review"] = 1
-        state.contended = review > 127
         place = 3
         alive = 0
         for number, book in enumerate(self._books):
