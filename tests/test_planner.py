@@ -363,7 +363,7 @@ def test_training_may_not_take_the_only_engine_of_a_pipeline_that_has_been_hungr
     world = CoreWorld()
     world.ready(spec("a", (0,), (0,)), spec("b", (0,), (1,)))
     world.open("a")
-    for taken in range(20):  # b trains on a's only GPU, again and again
+    for taken in range(20):  # noqa: B007  b trains on a's only GPU, again and again
         world.ask("b")
         world.settle()
         if not world.leases["b"]:
