@@ -58,8 +58,6 @@ class Market:
         self.survey = survey
         self.wishes = survey.wishes
         self._heaps: dict[tuple[int, str], list[Cost]] = {}
-        self._shown: dict[int, PipelineBook] = {}
-        """A pipeline of each layout that was priced; any will do to name its bundles."""
 
     def best(self, book: PipelineBook, mode: str) -> Engine | None:
         """The cheapest engine of `book` whose GPUs can be had. Mode `idle`: from nobody with demand; `need`: also from
@@ -71,7 +69,6 @@ class Market:
         heap = self._heaps.get(key)
         if heap is None:
             heap = self._heaps[key] = self._price_all(book, mode)
-            self._shown.setdefault(key[0], book)
         kept: list[Cost] = []
         found = None
         while heap and found is None:
@@ -91,18 +88,12 @@ class Market:
         return found
 
     def sold(self, engine: Engine) -> None:
-        """An engine was expanded. If one that lay otherwise made way, its other GPUs are on offer now: price again what
-        lies on them. (What else changed only got dearer, and is looked at again when it comes up.)"""
+        """An engine was expanded. If one that lay otherwise made way, its other GPUs are on offer now: price everything
+        anew."""
         left = [gpu for victim in self.draft.gone_last for gpu in victim.gpus if gpu not in engine.gpus]
-        if not left:
-            return
-        self.survey.idle.extend(left)
-        for (layout, mode), heap in self._heaps.items():
-            book = self._shown[layout]
-            for rank in {rank: None for gpu in left if (rank := book.rank_at.get(gpu)) is not None}:
-                cost = self._price(book.engines[rank], mode)
-                if cost is not None:
-                    heapq.heappush(heap, cost)
+        if left:
+            self.survey.idle.extend(left)
+            self._heaps.clear()
 
     def _price_all(self, book: PipelineBook, mode: str) -> list[Cost]:
         gpus = self.survey.idle if mode == "idle" else self.survey.idle + self.survey.busy
