@@ -7,6 +7,7 @@ the simulator need beside it), faults and expectations. Durations are ns, memory
 from enum import StrEnum
 
 from core.model import Cluster, DemandPolicy, PipelineSpec, Record
+from core.workload import Workload
 
 
 class DriverPolicy(StrEnum):
@@ -68,7 +69,11 @@ class Job(Record, frozen=True, kw_only=True):
     steps: int
     target: int
     """Trajectories of one training batch: prompts x samples_per_prompt."""
+    samples_per_prompt: int = 1
+    """Trajectories of one prompt, whose rewards are compared with each other."""
     costs: Costs
+    workload: Workload = Workload()
+    """What a real backend trains on; the simulator ignores it."""
     start_at: int = 0
     start_after: Trigger | None = None
     """File the INITIALIZATION request only after this happened (an event, not a time)."""

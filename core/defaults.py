@@ -1,7 +1,8 @@
 """What a scenario leaves out: every default in one place, with where it comes from.
 
 Costs are published measurements of 7B models, rounded to two digits or so; docs/scenarios.md repeats the table.
-Limits and the like are formulas of the costs, so that a slower world gets longer limits by itself.
+Limits and the like are formulas of the costs, so that a slower world gets longer limits by itself. What a real backend
+trains on has its defaults, with reasons, beside its fields: `core.workload`.
 """
 
 import math

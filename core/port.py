@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import anyio
 
-from core import events
+from core import actions, events
 from core.backend import Clock, Timer
 from core.errors import Conflict, RequestError, UnknownName
 from core.model import (
@@ -334,6 +334,18 @@ class Port:
         self._leases[epoch] = lease
         waiter.settle(lease)
         return True
+
+    def command(self, action: actions.GrantLease | actions.ConfirmRelease | actions.FailPipeline) -> str | None:
+        """Take a command of the scheduler: None, or why it was not taken."""
+        match action:
+            case actions.GrantLease():
+                if not self.granted(action.request, action.epoch, action.gpus):
+                    return "its client does not wait for it any more"
+            case actions.ConfirmRelease():
+                self.confirmed()
+            case actions.FailPipeline():
+                self.gates.failed(action.reason)
+        return None
 
     def confirmed(self) -> None:
         """A planned release, or the leave, is complete."""

@@ -25,6 +25,14 @@ WHOLE = 1 - 1e-6
 """One engine, less what a sum of floats may lack."""
 
 
+FIRST_ENGINE = (
+    ("idle", "idle GPUs"),
+    ("need", "it has none; the donor is above its share"),
+    ("turn", "its turn: it has none and has waited longest"),
+)
+"""How a pipeline without an engine may get one, what hurts least first."""
+
+
 class Wish:
     """One pipeline with demand, in this region."""
 
@@ -181,12 +189,9 @@ def share_rollouts(
     hungry = [wish for wish in everyone if wish.fresh]
     hungry.sort(key=lambda wish: (wish.book.hungry_since, wish.book.number))
     for wish in hungry:  # one engine for each before a second for anyone
-        if not (
-            _take(draft, market, wish, "idle", "idle GPUs")
-            or _take(draft, market, wish, "need", "it has none; the donor is above its share")
-            or _take(draft, market, wish, "turn", "its turn: it has none and has waited longest")
-        ):
-            draft.plan.unmet[wish.book] = None
+        for mode, why in FIRST_ENGINE:
+            if _take(draft, market, wish, mode, why):
+                break
     for wish in hungry:
         while 0 < draft.up(wish.book) < wish.target:
             if not (
@@ -198,6 +203,9 @@ def share_rollouts(
     _level(draft, market, everyone)
     if len(draft.plan.expands) > before:  # who gave may find a use for what was idle
         _use_idle(draft, market, everyone)
+    for wish in everyone:
+        if not draft.up(wish.book):  # it found none, or its own turn is over: it waits for somebody else's to end
+            draft.plan.unmet[wish.book] = None
 
 
 class Survey:

@@ -57,14 +57,25 @@ def execute(
     Raises ConfigError if the world is refused before time 0, InvariantBroken if Turnstile's own books break, and
     KeyboardInterrupt, after cleaning up, if the user stopped it (the result so far is in its `args`).
     """
-    check_world(scenario)
-    made = load_backend(backend)(scenario, **options) if isinstance(backend, str) else backend
+    made = prepare(scenario, backend, **options) if isinstance(backend, str) else backend
+    scenario = scenario_of(made, scenario)
     run = _Run(scenario, made, listeners, accounting or Accounting(scenario), beside, check)
     try:
         made.run(run.main)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(run.finish()) from None
     return run.finish()
+
+
+def prepare(scenario: Scenario, backend: str, **options: Any) -> Backend:
+    """The backend of that name, for this scenario. Raises ConfigError if it refuses."""
+    check_world(scenario)
+    return load_backend(backend)(scenario, **options)
+
+
+def scenario_of(backend: Backend, scenario: Scenario) -> Scenario:
+    """The scenario as the backend runs it: where others share it, pipelines may have got other ids."""
+    return getattr(backend, "scenario", scenario)
 
 
 class _Run:
@@ -82,8 +93,9 @@ class _Run:
         self._backend = backend
         self._beside = beside
         self._monitor = Monitor(
-            scenario.cluster, scenario.demand, scenario.driver, observed=accounting.observed
-        )  # the accounting comes after it, and takes every entry in
+            scenario.cluster, scenario.demand, scenario.driver, observed=accounting.observed,
+            settle_ns=getattr(backend, "settle_ns", 0), skew_ns=getattr(backend, "skew_ns", 0),
+        )  # fmt: skip  # the accounting comes after it, and takes every entry in
         self._accounting = accounting
         self._listeners = [self._monitor, self._accounting, *listeners, self._watch]
         self._result = Result(scenario, backend.name)
@@ -97,14 +109,7 @@ class _Run:
         """The whole run. Returns when nothing is left; `finish` has the result."""
         backend = self._backend
         self._scope = anyio.CancelScope()
-        self._service = Service(
-            backend,
-            self._scenario.cluster,
-            self._scenario.demand,
-            self._listeners,
-            journal=self._needs_journal(),
-            check=self._check,
-        )
+        self._service = self._make_service()
         await backend.open(self._service.tell)
         try:
             backend.on_quiescent(self._quiescent)
@@ -114,6 +119,25 @@ class _Run:
         finally:
             with anyio.CancelScope(shield=True):
                 await backend.close()
+
+    def _make_service(self) -> Service:
+        """The scheduler's service: in this process, unless the backend hosts it elsewhere."""
+        host = getattr(self._backend, "session", None)
+        if host is not None:
+            return host(self._listeners, self._tick)
+        return Service(
+            self._backend,
+            self._scenario.cluster,
+            self._scenario.demand,
+            self._listeners,
+            journal=self._needs_journal(),
+            check=self._check,
+        )
+
+    def _tick(self, now_ns: int) -> None:
+        """Real time passes also while nothing happens."""
+        self._monitor.tick(now_ns)
+        self._watch(0, now_ns, -1, None)
 
     async def _drive(self) -> None:
         self._driver = Driver(self._scenario, self._service, self._backend)

@@ -41,13 +41,14 @@ from core.model import (
 from core.reading import Table, number, one_line, parse_yaml, read_text, read_whole, read_word
 from core.topology import check_id, check_references, within
 from core.units import show_gib
+from core.workload import WORKLOAD_KEYS, read_workload
 
 SCENARIO_KEYS = ("name", "cluster", "pipelines", "faults", "expect", "driver", "seed", "demand")
 CLUSTER_KEYS = ("nodes", "gpus_per_node", "gpu_memory_gib", "host_memory_gib", "memory_margin_gib")
 PIPELINE_KEYS = (
     "id", "train", "infer", "critic", "reference", "reward", "overlap", "steps", "batch", "eval", "staleness",
     "start_at", "start_after", "dispatch_after", "old_log_probs", "costs", "memory", "on_preempt", "partial",
-    "in_flight_updates", "min_residence_s", "reissue_after_s", "max_attempts", "max_hold_s", "limits",
+    "in_flight_updates", "min_residence_s", "reissue_after_s", "max_attempts", "max_hold_s", "limits", "workload",
 )  # fmt: skip
 GROUP_KEYS = ("gpus", "tp")
 REWARD_KEYS = ("seconds",)
@@ -200,11 +201,14 @@ def _factor(table: Table) -> float:
 
 def _job(table: Table, folder: Path) -> Job:
     costs = _costs(table, folder)
+    prompts, samples = _batch(table)
     return Job(
         spec=_spec(table, costs),
         steps=table.whole("steps", least=1),
-        target=_target(table),
+        target=prompts * samples,
+        samples_per_prompt=samples,
         costs=costs,
+        workload=read_workload(table.table("workload", WORKLOAD_KEYS), folder),
         start_at=table.seconds("start_at", 0),
         start_after=_trigger(table, "start_after"),
         dispatch_after=_trigger(table, "dispatch_after"),
@@ -254,10 +258,11 @@ def _reward(table: Table) -> int:
     return table.table("reward", REWARD_KEYS).seconds("seconds", 0)
 
 
-def _target(table: Table) -> int:
+def _batch(table: Table) -> tuple[int, int]:
+    """(prompts, samples of each)."""
     table.need("batch")
     batch = table.table("batch", BATCH_KEYS)
-    return batch.whole("prompts", least=1) * batch.whole("samples_per_prompt", 1, least=1)
+    return batch.whole("prompts", least=1), batch.whole("samples_per_prompt", 1, least=1)
 
 
 def _evaluation(table: Table) -> Evaluation | None:

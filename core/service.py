@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import anyio
 from anyio.abc import TaskGroup
@@ -19,13 +19,32 @@ from anyio.abc import TaskGroup
 from core import actions, events
 from core.backend import Backend, Outcome, Timer
 from core.config import Trigger
-from core.errors import TurnstileError
+from core.errors import RequestError, TurnstileError
 from core.model import Cluster, DemandPolicy
-from core.port import Port
+from core.port import Gates, Port
 from core.scheduler import Decision, State, decide, new_state
+from core.trace import Entry
 
 Listener = Callable[[int, int, int, Any], None]
 """Called for every entry: (number, ns, number of the entry that led to it or -1, event | action | note | verdict)."""
+
+Command = actions.GrantLease | actions.ConfirmRelease | actions.FailPipeline
+
+
+class Client(Protocol):
+    """A pipeline's end of the line when it is in another process: told, and answering in its own time. What it never
+    answers ends as *unknown* at the command's limit, like any operation."""
+
+    gates: Gates
+
+    def replied(self, seq: int, error: RequestError | None) -> None:
+        """Everything up to `seq` has arrived; `error` is about the message `seq`."""
+        ...
+
+    def command(self, action: Command) -> None:
+        """Carry it to the pipeline; its answer comes back by `Service.answered`."""
+        ...
+
 
 AWAIT_MEMORY_SLACK = 2
 """The backend itself gives up `AwaitMemory` at its limit, to say what it saw; only past this many times the limit is
@@ -54,7 +73,7 @@ class Service:
         self._inbox: deque[tuple[events.Event, int]] = deque()
         self._busy = False
         self._frozen = False
-        self._ports: dict[str, Port] = {}
+        self._ports: dict[str, Port | Client] = {}
         self._heard: dict[str, int] = {}
         self._entry_of: dict[int, int] = {}
         self._limits: dict[int, Timer] = {}
@@ -90,6 +109,20 @@ class Service:
         port = Port(pipeline, self.backend.clock, partial(self.backend.carry, deliver=self.deliver), self.tell)
         self._ports[pipeline] = port
         return port
+
+    def attach(self, pipeline: str, client: Client) -> None:
+        """The pipeline speaks from another process from now on; its messages come by `deliver`."""
+        self._ports[pipeline] = client
+
+    def detach(self, pipeline: str) -> None:
+        """Nobody speaks for it any more."""
+        self._ports.pop(pipeline, None)
+
+    def answered(self, number: int, failure: str | None) -> None:
+        """A client in another process has taken a command, or refused it (`failure`)."""
+        if self._limits.get(number) is not None:
+            action, _ = self.state.operations[number]
+            self._ended(action, _outcome_of(number, failure))
 
     def deliver(self, message: events.Message) -> None:
         """A client message has arrived."""
@@ -144,14 +177,17 @@ class Service:
     def _carry_out(self, now: int, decision: Decision, cause: int) -> None:
         for note in decision.notes:
             self._log(now, note, cause)
-            if note.kind == "rollout_granted" or note.kind == "init_accepted":
-                self._trigger(Trigger(pipeline=note.pipeline, event=note.kind)).set()
+            self._noted(note)
         for action in decision.actions:
             self._start(action, self._log(now, action, cause))
         for reply in decision.replies:
             port = self._ports.get(reply.pipeline)
             if port is not None:
                 port.replied(reply.seq, reply.error)
+
+    def _noted(self, note: actions.Note) -> None:
+        if note.kind == "rollout_granted" or note.kind == "init_accepted":
+            self._trigger(Trigger(pipeline=note.pipeline, event=note.kind)).set()
 
     def _trigger(self, trigger: Trigger) -> anyio.Event:
         found = self._seen.get(trigger)
@@ -186,7 +222,7 @@ class Service:
             case actions.GrantLease() | actions.ConfirmRelease() | actions.FailPipeline():
                 self._entry_of[action.action] = entry
                 self._heard[action.pipeline] = entry
-                self.post(self._tell_client(action), entry)
+                self._tell_client(action, entry)
             case _:
                 self._entry_of[action.action] = entry
                 self._begin(action)
@@ -195,33 +231,28 @@ class Service:
         self._timers.pop(timer.timer, None)
         self.post(events.TimerFired(timer=timer.timer, generation=timer.generation), entry)
 
-    def _tell_client(
-        self, action: actions.GrantLease | actions.ConfirmRelease | actions.FailPipeline
-    ) -> events.ActionDone | events.ActionFailed:
+    def _tell_client(self, action: Command, entry: int) -> None:
         port = self._ports.get(action.pipeline)
         if port is None:
-            return events.ActionFailed(action=action.action, reason="its client is gone")
-        match action:
-            case actions.GrantLease():
-                if not port.granted(action.request, action.epoch, action.gpus):
-                    return events.ActionFailed(action=action.action, reason="its client does not wait for it any more")
-            case actions.ConfirmRelease():
-                port.confirmed()
-            case actions.FailPipeline():
-                port.gates.failed(action.reason)
-        return events.ActionDone(action=action.action)
+            self.post(events.ActionFailed(action=action.action, reason="its client is gone"), entry)
+        elif isinstance(port, Port):
+            self.post(_outcome_of(action.action, port.command(action)), entry)
+        else:
+            self._watch(action, action.limit)
+            port.command(action)
 
     def _begin(self, action: actions.Action) -> None:
         """Start an operation of the backend, and the watch over its limit."""
         assert self._tasks is not None, "the service is not open"
-        limit = action.limit * (AWAIT_MEMORY_SLACK if isinstance(action, actions.AwaitMemory) else 1)
-        overdue = partial(self._overdue, action, limit)
-        clock = self.backend.clock
-        self._limits[action.action] = clock.call_at_ns(clock.now_ns() + limit, overdue)
+        self._watch(action, action.limit * (AWAIT_MEMORY_SLACK if isinstance(action, actions.AwaitMemory) else 1))
         if self._begin_without_task is not None:
             self._give_up[action.action] = self._begin_without_task(action, self._may_begin, self._ended)
         else:
             self._tasks.start_soon(self._perform, action)
+
+    def _watch(self, action: actions.Action, limit: int) -> None:
+        clock = self.backend.clock
+        self._limits[action.action] = clock.call_at_ns(clock.now_ns() + limit, partial(self._overdue, action, limit))
 
     def _overdue(self, action: actions.Action, limit: int) -> None:
         self._limits.pop(action.action, None)
@@ -295,6 +326,49 @@ class Service:
                 self.post(events.TimerFired(timer=timer, generation=generation), -1)
         for event in missed:
             self.post(event, -1)
+
+    def restore(self, journal: Iterable[Entry]) -> None:
+        """A new process takes over from one that died: rebuild the state from its log, go on counting entries where it
+        stopped, and begin again whatever has no outcome in it. Workers take a doubled order as done and clients a
+        doubled command as taken, so nothing has to be guessed; timers that should have rung meanwhile ring at once.
+
+        Call it after `__aenter__`, with every client attached, before anything else is posted. What was decided last
+        may be missing at the end of the log; it is logged now, so that the log stays one whole run.
+        """
+        issued: dict[int, tuple[actions.AnyAction, int]] = {}
+        left: deque[actions.AnyAction | actions.Note] = deque()
+        decided_at, cause = 0, -1
+        for entry in journal:
+            self._entries = entry.i + 1
+            item = entry.item
+            if type(item) in _DECIDED:
+                decision = decide(self.state, entry.t, item)
+                decided_at, cause = entry.t, entry.i
+                left = deque([*decision.notes, *decision.actions])
+            elif left and item == left[0]:
+                self._relearn(left.popleft(), entry.i, issued)
+        for item in left:
+            self._relearn(item, self._log(decided_at, item, cause), issued)
+        timers = {
+            action.timer: (action, at) for action, at in issued.values() if isinstance(action, actions.StartTimer)
+        }
+        begun = [*(issued[number] for number in self.state.operations), *(timers[name] for name in self.state.timers)]
+        for action, at in begun:
+            self._start(action, at)
+
+    def _relearn(
+        self, item: actions.AnyAction | actions.Note, entry: int, issued: dict[int, tuple[actions.AnyAction, int]]
+    ) -> None:
+        if isinstance(item, actions.Note):
+            self._noted(item)
+        else:
+            issued[item.action] = (item, entry)
+
+
+def _outcome_of(number: int, failure: str | None) -> Outcome:
+    if failure is None:
+        return events.ActionDone(action=number)
+    return events.ActionFailed(action=number, reason=failure)
 
 
 def _closes_gate(action: actions.Action) -> bool:

@@ -127,10 +127,16 @@ class State:
             self.dirty_gpus[gpu] = None
 
     def awaited(self, book: PipelineBook) -> bool:
-        """Whether anybody waits for a turn to end, or for a mapping, where this pipeline rolls out."""
+        """Whether anybody waits where this pipeline rolls out until its turn is over: for an engine, or for a mapping
+        that it may keep them from."""
         mine = book.rank_at.keys()
-        return any(not mine.isdisjoint(other.rank_at) for other in self.unmet) or any(
-            not mine.isdisjoint(request.gpus) for request in self.ledger.waiting
+        return any(not mine.isdisjoint(other.rank_at) for other in self.unmet) or self.shields(book)
+
+    def shields(self, book: PipelineBook) -> bool:
+        """Whether the hunger of this pipeline keeps a request waiting, or may."""
+        return any(
+            outranks(book, request.due) and not request.book is book and not book.rank_at.keys().isdisjoint(request.gpus)
+            for request in self.ledger.waiting
         )
 
     def remap(self) -> None:

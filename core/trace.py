@@ -91,12 +91,12 @@ class Listener(Protocol):
 def header_of(scenario: Scenario, backend: str) -> Header:
     return Header(
         schema=SCHEMA, scenario=scenario.name, backend=backend, demand=scenario.demand, seed=scenario.seed,
-        config=scenario, python=platform.python_version(), turnstile=_own_version(),
+        config=scenario, python=platform.python_version(), turnstile=own_version(),
     )  # fmt: skip
 
 
 @cache
-def _own_version() -> str:
+def own_version() -> str:
     try:
         return version("turnstile")
     except PackageNotFoundError:  # run from a source tree that was never installed

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +26,7 @@ from core.perfetto import PerfettoWriter
 from core.topology import remarks
 from core.trace import TraceWriter, header_of
 from scenarios import catalogue
+from scenarios.backend_options import backend_options, for_policy
 from scenarios.board import Board
 from scenarios.display import LiveView, PlainLines
 from scenarios.options import ALL, STDOUT, check_outputs, declared, output, parser, variants
@@ -69,14 +70,15 @@ def run(options: argparse.Namespace, name_or_file: str) -> int:
     """Run a scenario under the policies asked for, write what was asked for, show the rest; the exit code."""
     file = catalogue.find(name_or_file)
     scenario = declared(catalogue.load(name_or_file), options, os.environ)
-    check_backend(options.backend)
+    settings = backend_options(options, scenario, check_backend(options.backend))
     check_outputs(options, [file])
     show = Show(options)
     show.opening(scenario)
     runs = []
     for variant in variants(scenario, options):
         show.policy(variant)
-        runs.append(run_one(variant, options, show))
+        own = for_policy(settings, variant.demand) if options.demand == ALL else settings
+        runs.append(run_one(variant, options, show, own))
         if runs[-1].summary["outcome"] == "interrupted":
             break
     written = _write(runs, options, topology_line(scenario))
@@ -90,10 +92,10 @@ def _code(runs: Sequence[Run], options: argparse.Namespace) -> int:
     return exit_code(runs[0].summary, runs[0].scenario.expect)
 
 
-def check_backend(name: str) -> None:
-    """Raises ConfigError unless the backend can be loaded."""
+def check_backend(name: str) -> Collection[str]:
+    """Which of `scenarios.backend_options` the backend takes. Raises ConfigError unless it can be loaded."""
     try:
-        load_backend(name)
+        return getattr(load_backend(name), "takes", ())
     except ConfigError as error:
         if name != "ray_gpu" or "no backend is called" not in error.problem:
             raise
@@ -104,13 +106,13 @@ def check_backend(name: str) -> None:
 # --- one run ----------------------------------------------------------------------------------------------
 
 
-def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show") -> Run:
-    """Run one scenario to its end. Raises TurnstileError if it could not begin, or broke Turnstile itself."""
+def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show", settings: Mapping[str, Any]) -> Run:
+    """Run one scenario to its end, on a backend with these settings. Raises TurnstileError if it could not begin, or broke Turnstile itself."""
     board = Board(scenario)
     with ExitStack() as stack:
         listeners: list[Listener] = [*_logs(scenario, options, stack), *show.listeners(board, stack)]
         try:
-            summary = execute(scenario, options.backend, listeners, board)
+            summary = execute(scenario, options.backend, listeners, board, **settings)
         except KeyboardInterrupt:
             summary = board.summary(header_of(scenario, options.backend), "interrupted", [])
         except InvariantBroken as broken:
@@ -119,10 +121,10 @@ def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show") -> Ru
     return Run(scenario, summary, board, by_table=options.demand == ALL)
 
 
-def execute(scenario: Scenario, backend: str, listeners: Sequence[Listener], board: Board) -> Summary:
+def execute(scenario: Scenario, backend: str, listeners: Sequence[Listener], board: Board, **settings: Any) -> Summary:
     """The one place that knows how a run is started. An interrupted run has a summary too, if it got that far."""
     try:
-        return core_run.execute(scenario, backend, listeners, accounting=board).summary
+        return core_run.execute(scenario, backend, listeners, accounting=board, **settings).summary
     except KeyboardInterrupt as stopped:
         if stopped.args and isinstance(stopped.args[0], core_run.Result):
             return stopped.args[0].summary

@@ -6,10 +6,8 @@
 
 import argparse
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import msgspec
 
@@ -19,22 +17,13 @@ from core.model import DemandPolicy
 from core.reading import MOST_WHOLE, nearest
 from core.scenario_file import MOST_SEED
 from core.topology import DISJOINT_NAMES, OVERLAP_NAMES, check_world, topology_from, with_topology
-from scenarios.outcome import REFUSED, TABLE
+from scenarios.backend_options import add_backend_options, with_workload
+from scenarios.outcome import TABLE
+from scenarios.parsing import Parser, whole
 
 ALL = "all"
 STDOUT = "-"
 OUTPUTS = ("json", "trace", "perfetto", "report")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but what is wrong is one line, and only whole option names count."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {' '.join(message.split())} (see --help)", file=sys.stderr)
-        raise SystemExit(REFUSED)
 
 
 def parser(prog: str, about: str, *, takes_file: bool = False) -> Parser:
@@ -50,6 +39,7 @@ def parser(prog: str, about: str, *, takes_file: bool = False) -> Parser:
     made.add_argument("--quiet", action="store_true", help="only the first line and the result")
     _add_outputs(made.add_argument_group("files to write"))
     _add_topology(made.add_argument_group("topology", "all four or none; comma-separated GPU ids such as 0,1"))
+    add_backend_options(made)
     return made
 
 
@@ -81,15 +71,6 @@ def _demand(text: str) -> str:
     return text
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text[:40]!r}")
-
-    return parse
-
-
 def declared(scenario: Scenario, options: argparse.Namespace, environ: Mapping[str, str]) -> Scenario:
     """The scenario as the options and the environment change it, checked. Raises ConfigError."""
     jobs = scenario.jobs
@@ -101,6 +82,7 @@ def declared(scenario: Scenario, options: argparse.Namespace, environ: Mapping[s
     given = topology_from({name: getattr(options, name) for name in names}, environ, scenario.cluster.gpus)
     if given is not None:
         scenario = with_topology(scenario, *given)
+    scenario = with_workload(scenario, options)
     check_world(scenario)
     return scenario
 

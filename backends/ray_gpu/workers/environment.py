@@ -1,0 +1,21 @@
+"""What must stand in a worker's environment before it imports anything heavy."""
+
+from backends.ray_gpu.plan import CrewPlan
+
+COMMON = {
+    # One worker is one rank; on a CPU all of them share the cores, and threads beyond that only wait for each other.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # We choose each worker's GPUs ourselves; Ray is not to.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+}
+
+
+def environment(plan: CrewPlan, gpus: tuple[int, ...], name: str) -> dict[str, str]:
+    """For the worker `name` of a pipeline on these *physical* GPUs."""
+    if plan.device == "cpu":
+        return {**COMMON, "CUDA_VISIBLE_DEVICES": ""}
+    from backends.ray_gpu.workers.cuda_environment import cuda_environment
+
+    return {**COMMON, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **cuda_environment(plan, name)}

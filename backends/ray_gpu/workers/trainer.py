@@ -1,0 +1,96 @@
+"""A trainer rank's process: one `training.trainer.Trainer`, commanded phase by phase by its pipeline.
+
+Ranks of a group run each phase together. Onloading enters the memory it needs before it takes it; publishing writes a
+version into the node's weight cache, from rank 0.
+"""
+
+import os
+from typing import Any
+
+from backends.ray_gpu.places import models, trainer_name
+from backends.ray_gpu.plan import CrewPlan
+from backends.ray_gpu.workers.base import Worker
+from backends.ray_gpu.workers.memory import DeviceMemory
+from core.errors import OperationFailed
+from core.model import Role
+from core.workload import settled
+
+
+class TrainerWorker(Worker):
+    """A threaded Ray actor; phases come one at a time."""
+
+    def __init__(
+        self, plan: CrewPlan, session: str, rank: int, port: int, budgets: dict[int, int], epoch: int
+    ) -> None:
+        super().__init__(plan, session, trainer_name(Role.ACTOR_TRAIN, rank))
+        self._rank = rank
+        self._port = port
+        self._epoch = epoch
+        self._memory = DeviceMemory(plan, self.places, self.owner, (plan.train_gpus[rank],), budgets)
+        self._trainer: Any = None
+        self._loaded = False
+
+    def build(self) -> None:
+        """Load the model and the optimizer; ends onloaded."""
+        from backends.ray_gpu.models.resolve import resolve
+        from backends.ray_gpu.training.records import TrainerConfig
+        from backends.ray_gpu.training.trainer import Trainer
+
+        workload = settled(self.job.workload, self.plan.device)
+        group = self.job.spec.group(Role.ACTOR_TRAIN)
+        assert group is not None
+        self._trainer = Trainer(
+            TrainerConfig(
+                model=resolve(workload.model, models()).path, tp=group.tp, rank=self._rank, world_size=len(group.gpus),
+                master_addr=os.environ.get("TURNSTILE_MASTER", "127.0.0.1"), master_port=self._port,
+                device=self.plan.device, dtype=workload.dtype, seed=self.plan.seed, learning_rate=workload.learning_rate,
+                adam_beta1=workload.adam_beta1, adam_beta2=workload.adam_beta2, weight_decay=workload.weight_decay,
+                grad_clip=workload.grad_clip, clip_low=workload.clip_low, clip_high=workload.clip_high,
+                kl_coef=workload.kl, temperature=workload.temperature, micro_batch_tokens=workload.micro_batch_tokens,
+            )
+        )  # fmt: skip
+        self._trainer.build()
+        self._memory.hold("train", self._trainer.loaded_bytes())
+        self._loaded = True
+
+    def phase(self, phase: str, epoch: int, version: int, rows: Any = None) -> dict[str, float]:
+        """Run one phase; what it measured. Raises OperationFailed, OutOfMemory or StaleLease."""
+        self.obeys(epoch)
+        if self._trainer is None:
+            raise OperationFailed(f"{self.owner} is not loaded")
+        if phase != "onload" and not self._loaded:
+            raise OperationFailed(f"{self.owner} is offloaded and cannot {phase}")
+        return getattr(self, f"_{phase}")(version, rows) or {}
+
+    def _onload(self, version: int, rows: Any) -> None:
+        if not self._loaded:
+            self._memory.hold("train", self._trainer.loaded_bytes())
+            self._trainer.onload()
+            self._loaded = True
+
+    def _offload(self, version: int, rows: Any) -> None:
+        self._trainer.offload()
+        self._loaded = False
+        self._memory.hold("train", self._trainer.resident_bytes())
+
+    def _train(self, version: int, rows: Any) -> dict[str, float]:
+        return self._trainer.train(rows)
+
+    def _publish(self, version: int, rows: Any) -> dict[str, float]:
+        from backends.ray_gpu.weights.cache import WeightCache
+        from backends.ray_gpu.weights.writer import WeightWriter
+
+        if self._rank:
+            for _ in self._trainer.export():
+                raise AssertionError("only rank 0 is given tensors")
+            return {}
+        cache = WeightCache(self.places.memory, self.plan.id, self.job.spec.staleness + 2)
+        cache.make_room()
+        if version in cache.versions:
+            return {}  # doubled
+        with WeightWriter(self.places.memory, self.plan.id, version, self.job.workload.bucket_bytes) as writer:
+            for name, tensor in self._trainer.export():
+                writer.add(name, tensor)
+            manifest = writer.commit()
+        cache.evict()
+        return {"published_bytes": float(manifest.nbytes), "cache_bytes": float(cache.nbytes)}
