@@ -22,6 +22,11 @@ def demand(book: PipelineBook, policy: DemandPolicy) -> int:
     return max(1, wanted) if policy is DemandPolicy.FLOOR and book.allocation else wanted
 
 
+def wants_more(book: PipelineBook, policy: DemandPolicy) -> bool:
+    """Whether one more engine than it has, or is promised, would have something to do."""
+    return book.phase is Phase.READY and len(book.up) < min(demand(book, policy), book.usable)
+
+
 def due(filed_at: int, priority: Priority) -> int:
     """Order of service of whoever waits (ns): lower is earlier.
 

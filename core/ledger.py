@@ -288,6 +288,11 @@ class PipelineBook:
         """Share of its open batches still to be delivered; 0 without any."""
         return self.open_demand / self.open_target if self.open_target else 0.0
 
+    @property
+    def usable(self) -> int:
+        """Engines that may be used."""
+        return sum(not engine.disabled for engine in self.engines) if self.degraded else len(self.engines)
+
     def recount(self) -> None:
         """After any change of `batches`."""
         self.open_demand = sum(batch.demand for batch in self.batches.values())

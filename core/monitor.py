@@ -54,10 +54,11 @@ class Monitor:
         self.observed.watch(self.liveness)
         self._samples = SampleOracles(self)
         self._safety = SafetyOracles(self, driver, skew_ns)
-        self._checks: dict[type, Callable[..., None] | tuple[Callable[..., None], ...]] = {}
+        self._checks: dict[type, tuple[Callable[..., None], ...]] = {}
         for oracles in (self._safety, self._samples, self.liveness):
             for kind, check in oracles.checks.items():
-                self._checks[kind] = (*self._checks.get(kind, ()), check)  # type: ignore[misc]
+                self._checks[kind] = (*self._checks.get(kind, ()), check)
+        self._checks[Verdict] = (self._conclude,)
 
     def __call__(self, i: int, t_ns: int, cause: int, item: Any) -> None:
         if self.verdict is not None:
@@ -66,10 +67,7 @@ class Monitor:
             self.tick(t_ns)
             if self.verdict is not None:
                 return
-        if type(item) is Verdict:
-            self._conclude(item)
-            return
-        for check in self._checks.get(type(item), ()):  # type: ignore[union-attr]
+        for check in self._checks.get(type(item), ()):
             check(item)
         if self._takes_in:
             self.observed.apply(i, t_ns, cause, item)
@@ -78,7 +76,8 @@ class Monitor:
         """Time has come this far, whether or not anything happened."""
         if self.verdict is None:
             self.liveness.advance(now_ns)
-            self.observed.now = max(self.observed.now, now_ns)
+            if now_ns > self.observed.now:
+                self.observed.now = now_ns
 
     def on_quiescent(self, explanation: str) -> None:
         """Nothing can happen any more (only daemon entries are left) and somebody still waits: L2."""

@@ -14,7 +14,7 @@ completed trajectory only notes the time.
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core import actions, bounds, events
@@ -57,7 +57,7 @@ class LivenessOracles(Watcher):
         self._everyone: list[PipelineSpec] = []
         self._touched: deque[tuple[int, int]] = deque()
         self._touched_at: dict[int, int] = {}
-        self._parked: dict[tuple[str, int], list[Gpu]] = {}
+        self._parked: dict[tuple[str, int], list[int]] = {}
         self._last_up: dict[str, int] = {}
         self._shrinks: dict[Engine, Shrink] = {}
         self._decided: dict[Engine, Shrink] = {}
@@ -86,7 +86,8 @@ class LivenessOracles(Watcher):
 
     def advance(self, now_ns: int) -> None:
         """Time moves to `now_ns`: the instant before is over, and deadlines before it have passed."""
-        self._settle(now_ns - self._settle_ns)
+        if self._touched:
+            self._settle(now_ns - self._settle_ns)
         while self._deadlines and self._deadlines[0][0] < now_ns and self._monitor.verdict is None:
             _, _, pipeline, request = heapq.heappop(self._deadlines)
             if request < 0:
@@ -203,14 +204,13 @@ class LivenessOracles(Watcher):
     def request_filed(self, request: Request) -> None:
         when = request.filed_at + self._request_bound(request)
         heapq.heappush(self._deadlines, (when, self._observed.entry, request.pipeline.id, request.number))
-        self._touch_requested(request)
+        self._touch(request.gpus)
 
     def request_ended(self, request: Request) -> None:
         if not request.granted:
             for id in request.gpus:
                 self._request_gone[id] = self._observed.entry
-        for gpu in self._parked.pop((request.pipeline.id, request.number), ()):
-            self._touch(gpu)
+        self._touch(self._parked.pop((request.pipeline.id, request.number), ()))
 
     def _request_due(self, id: str, number: int, now_ns: int) -> None:
         pipeline = self._observed.pipelines.get(id)
@@ -246,14 +246,15 @@ class LivenessOracles(Watcher):
     # --- L4: work conservation -------------------------------------------------------------------------
 
     def gpu_changed(self, gpu: Gpu) -> None:
-        self._touch(gpu)
+        if not self._conserving:
+            return
+        self._touch((gpu.id,))
         for engine in gpu.engines:
             if len(engine.gpus) > 1:
-                for id in engine.gpus:
-                    self._touch(self._observed.gpus[id])
-        for key in gpu.waiting:
-            for parked in self._parked.pop(key, ()):
-                self._touch(parked)
+                self._touch(engine.gpus)
+        if self._parked:
+            for key in gpu.waiting:
+                self._touch(self._parked.pop(key, ()))
 
     def engine_changed(self, engine: Engine) -> None:
         pipeline = engine.pipeline
@@ -272,19 +273,15 @@ class LivenessOracles(Watcher):
     def _touch_engines(self, pipeline: Pipeline) -> None:
         for engine in pipeline.engines:
             if not engine.up:
-                for gpu in engine.gpus:
-                    self._touch(self._observed.gpus[gpu])
+                self._touch(engine.gpus)
 
-    def _touch_requested(self, request: Request) -> None:
-        for gpu in request.gpus:
-            self._touch(self._observed.gpus[gpu])
-
-    def _touch(self, gpu: Gpu) -> None:
-        """Look at this GPU when the instant is over."""
-        now = self._observed.now
-        if self._conserving and gpu.tenant is None and self._touched_at.get(gpu.id) != now:
-            self._touched_at[gpu.id] = now
-            self._touched.append((now, gpu.id))
+    def _touch(self, ids: Iterable[int]) -> None:
+        """Look at these GPUs when the instant is over."""
+        now, gpus = self._observed.now, self._observed.gpus
+        for id in ids if self._conserving else ():
+            if gpus[id].tenant is None and self._touched_at.get(id) != now:
+                self._touched_at[id] = now
+                self._touched.append((now, id))
 
     def _conserve(self, gpu: Gpu, at_ns: int) -> None:
         if not gpu.free or gpu.watches:
@@ -323,7 +320,7 @@ class LivenessOracles(Watcher):
         for id in engine.gpus:
             for key, request in gpus[id].waiting.items():
                 if all(gpus[other].being_freed for other in request.gpus):
-                    self._parked.setdefault(key, []).append(gpu)
+                    self._parked.setdefault(key, []).append(gpu.id)
                     return True
             for rival in gpus[id].engines:
                 coming = rival in rival.pipeline.promised or self._could_wake(rival)

@@ -206,10 +206,12 @@ def _release_and_request(state: State, message: events.ReleasedAndRequested) -> 
 
 
 def _wish_changed(state: State, book: PipelineBook) -> None:
+    before = book.open_demand, book.left_fraction
     book.recount()
-    book.planned_at = book.open_demand
     feed(book, state.ledger.policy, state.ledger.now)
-    state.touch(book)
+    if (book.open_demand, book.left_fraction) != before:  # a full batch that is closed was no wish any more
+        book.planned_at = book.open_demand
+        state.touch(book)
 
 
 def _open_batch(state: State, message: events.BatchOpened) -> None:
@@ -244,6 +246,7 @@ def _complete(state: State, message: events.TrajectoryCompleted) -> None:
     )
     book.open_demand -= message.delivered - batch.delivered
     progressed(book)
+    shielded = state.shields(book)
     feed(book, state.ledger.policy, state.ledger.now, progress=True)
     first = False
     if 0 <= message.dp_rank < len(book.engines):
@@ -253,8 +256,9 @@ def _complete(state: State, message: events.TrajectoryCompleted) -> None:
         first = engine.completed == 1
     if not book.open_demand or book.planned_at - book.open_demand > book.open_target // BANDS:
         book.planned_at = book.open_demand
-        state.touch(book)
-    elif first and state.awaited(book):
+        if not book.open_demand or state.coveted(book):
+            state.touch(book)
+    elif shielded or (first and state.awaited(book)):
         state.touch(book)
 
 

@@ -41,8 +41,7 @@ class Wish:
     def __init__(self, book: PipelineBook, wanted: int, base: int, up: int) -> None:
         self.book = book
         self.tp = book.tp
-        usable = sum(not engine.disabled for engine in book.engines) if book.degraded else len(book.engines)
-        self.most = max(up, min(wanted, usable))
+        self.most = max(up, min(wanted, book.usable))
         """An engine more than there are trajectories left would have nothing to do."""
         self.claim = Claim(wanted * self.tp, self.tp, self.most * self.tp, base)
         self.exact = 0.0
@@ -66,6 +65,8 @@ class Market:
         self.survey = survey
         self.wishes = survey.wishes
         self._heaps: dict[tuple[int, str], list[Cost]] = {}
+        self._shown: dict[int, PipelineBook] = {}
+        """A pipeline of each layout that was priced; any will do to name its bundles."""
 
     def best(self, book: PipelineBook, mode: str) -> Engine | None:
         """The cheapest engine of `book` whose GPUs can be had. Mode `idle`: from nobody with demand; `need`: also from
@@ -77,6 +78,7 @@ class Market:
         heap = self._heaps.get(key)
         if heap is None:
             heap = self._heaps[key] = self._price_all(book, mode)
+            self._shown.setdefault(key[0], book)
         kept: list[Cost] = []
         found = None
         while heap and found is None:
@@ -96,19 +98,32 @@ class Market:
         return found
 
     def sold(self, engine: Engine) -> None:
-        """An engine was expanded. If one that lay otherwise made way, its other GPUs are on offer now: price everything
-        anew."""
+        """An engine was expanded. If one that lay otherwise made way, its other GPUs are on offer now: price again what
+        lies on them. (What else changed only got dearer, and is looked at again when it comes up.)"""
         left = [gpu for victim in self.draft.gone_last for gpu in victim.gpus if gpu not in engine.gpus]
-        if left:
-            self.survey.idle.extend(left)
-            self._heaps.clear()
+        if not left:
+            return
+        self.survey.idle.extend(left)
+        for (layout, mode), heap in self._heaps.items():
+            for cost in self._price_on(left, self._shown[layout], mode):
+                heapq.heappush(heap, cost)
 
     def _price_all(self, book: PipelineBook, mode: str) -> list[Cost]:
-        gpus = self.survey.idle if mode == "idle" else self.survey.idle + self.survey.busy
-        ranks = {rank: None for gpu in gpus if (rank := book.rank_at.get(gpu)) is not None}
-        costs = [cost for rank in ranks if (cost := self._price(book.engines[rank], mode)) is not None]
+        survey = self.survey
+        gpus = list(survey.idle)
+        if mode != "idle":
+            for donor, held in survey.busy.items():
+                if mode != "rich" or self.draft.up(donor) - self.wishes[donor].exact >= WHOLE:
+                    gpus += held
+        costs = self._price_on(gpus, book, mode)
         heapq.heapify(costs)
         return costs
+
+    def _price_on(self, gpus: list[int], book: PipelineBook, mode: str) -> list[Cost]:
+        """The engines of `book` (or of one of the same layout) that can be had and lie on some of these GPUs."""
+        rank_at, engines = book.rank_at, book.engines
+        ranks = {rank_at[gpu]: None for gpu in gpus if gpu in rank_at}
+        return [cost for rank in ranks if (cost := self._price(engines[rank], mode)) is not None]
 
     def _price(self, engine: Engine, mode: str) -> Cost | None:
         """What it costs to bring this engine (or one of the same layout) up; None: not to be had this way."""
@@ -214,25 +229,20 @@ class Survey:
     def __init__(self, draft: Draft, demanders: list[PipelineBook], classes: list[GpuClass]) -> None:
         self.idle: list[int] = []
         """GPUs nobody with demand has."""
-        self.busy: list[int] = []
-        """GPUs of engines whose pipelines have demand."""
-        self.inside: dict[PipelineBook, int] = {}
-        """GPUs each pipeline's engines have in the region."""
-        wanting = dict.fromkeys(demanders)
-        available = [self._count(draft, cls, wanting) for cls in classes]
+        self.busy: dict[PipelineBook, list[int]] = {book: [] for book in demanders}
+        """GPUs in the region that the engines of each pipeline with demand have."""
+        available = [self._count(draft, cls) for cls in classes]
         self.wishes = {book: self._wish(draft, book) for book in demanders}
         self._share_out(available, classes)
 
-    def _count(self, draft: Draft, cls: GpuClass, wanting: dict[PipelineBook, None]) -> int:
+    def _count(self, draft: Draft, cls: GpuClass) -> int:
         """GPUs of a class that rollouts may use."""
-        gpus, tenants, inside = draft.ledger.gpus, draft.tenants, self.inside
+        gpus, tenants, busy = draft.ledger.gpus, draft.tenants, self.busy
         count = 0
         for gpu in cls.gpus:
             tenant = tenants[gpu]
             if type(tenant) is Engine:
-                book = tenant.book
-                (self.busy if book in wanting else self.idle).append(gpu)
-                inside[book] = inside.get(book, 0) + 1
+                busy.get(tenant.book, self.idle).append(gpu)
                 count += 1
             elif tenant is None and gpus[gpu].usable:
                 self.idle.append(gpu)
@@ -241,7 +251,7 @@ class Survey:
 
     def _wish(self, draft: Draft, book: PipelineBook) -> Wish:
         up = draft.up(book)
-        outside = max(0, up * book.tp - self.inside.get(book, 0))
+        outside = max(0, up * book.tp - len(self.busy[book]))
         return Wish(book, demand(book, draft.ledger.policy), outside, up)
 
     def _share_out(self, available: list[int], classes: list[GpuClass]) -> None:

@@ -150,7 +150,14 @@ class _Run:
                 async with anyio.create_task_group() as others:
                     others.start_soon(self._beside, self._service)
                     error = await self._pipelines()
+            await self._heard_out()
             self._end(error)
+
+    async def _heard_out(self) -> None:
+        """Where the service is in another process, its log may still be on its way here."""
+        said = getattr(self._service, "said", None)
+        if said is not None:
+            await said()
 
     async def _pipelines(self) -> TurnstileError | None:
         """Run them all; under `fail_fast` the error that ended them."""

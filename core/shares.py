@@ -34,6 +34,10 @@ class Claim:
         """The answer: GPUs inside and outside the region."""
 
 
+_Row = tuple[int, int, int, float]
+"""Of a claim: weight, floor, ceiling, and the GPUs given to it elsewhere."""
+
+
 class _Class:
     """GPUs that the same claims can use, and what each claim gets of them so far."""
 
@@ -52,10 +56,7 @@ def balance(classes: Sequence[tuple[int, Sequence[Claim]]]) -> list[list[float]]
     each class gives to each of its claims."""
     pools = [_Class(available, claims) for available, claims in classes]
     for _ in range(SWEEPS):
-        moved = 0.0
-        for pool in pools:
-            moved = max(moved, _pour(pool))
-        if moved < CLOSE_ENOUGH:
+        if max([_pour(pool) for pool in pools], default=0.0) < CLOSE_ENOUGH:
             break
     return [pool.parts for pool in pools]
 
@@ -68,81 +69,86 @@ def _pour(pool: _Class) -> float:
         return 0.0
     before = pool.parts
     rest = [share - part for share, part in zip(shares, before, strict=True)]
-    pool.parts = _parts(pool.available, claims, rest)
+    pool.parts = _parts(pool, rest)
     pool.seen = [given + part for given, part in zip(rest, pool.parts, strict=True)]
     for claim, share in zip(claims, pool.seen, strict=True):
         claim.share = share
     return max(map(abs, map(sub, pool.parts, before)))
 
 
-def _parts(available: int, claims: Sequence[Claim], rest: Sequence[float]) -> list[float]:
+def _parts(pool: _Class, rest: Sequence[float]) -> list[float]:
     """What each claim gets of a class. Most classes are simple: enough for all, or one claim."""
-    most = [max(0.0, claim.ceiling - given) for claim, given in zip(claims, rest, strict=True)]
-    if sum(most) <= available:
+    rows = [
+        (claim.weight, claim.floor, claim.ceiling, given) for claim, given in zip(pool.claims, rest, strict=True)
+    ]
+    most = [ceiling - given if ceiling > given else 0.0 for _, _, ceiling, given in rows]
+    if sum(most) <= pool.available:
         return most
-    if len(claims) == 1:
-        return [float(available)]
-    level = _level(available, claims, rest)
-    return [max(0.0, _wanted(claim, level) - given) for claim, given in zip(claims, rest, strict=True)]
+    if len(rows) == 1:
+        return [float(pool.available)]
+    return _beyond(_level(pool.available, rows), rows)
 
 
-def _wanted(claim: Claim, level: float) -> float:
-    """The share at a water level. Levels from -1 to 0 fill the floors, above 0 by weight up to the ceiling."""
+def _beyond(level: float, rows: Sequence[_Row]) -> list[float]:
+    """What each claim gets at a water level beyond what is given to it elsewhere. Levels from -1 to 0 fill the floors,
+    above 0 by weight up to the ceiling."""
     if level <= 0:
-        return claim.floor * (1 + level)
-    return min(max(level * claim.weight, claim.floor), claim.ceiling)
+        shares = [floor * (1 + level) for _, floor, _, _ in rows]
+    else:
+        shares = [min(max(level * weight, floor), ceiling) for weight, floor, ceiling, _ in rows]
+    return [share - row[3] if share > row[3] else 0.0 for share, row in zip(shares, rows, strict=True)]
 
 
-def _used(level: float, claims: Sequence[Claim], rest: Sequence[float]) -> float:
-    """GPUs handed out at a level: the sum of what is `_wanted` beyond what is given, written out for speed."""
+def _used(level: float, rows: Sequence[_Row]) -> float:
+    """GPUs handed out at a level: the sum of `_beyond`, written out for speed."""
     used = 0.0
-    for claim, given in zip(claims, rest, strict=True):
-        if level <= 0:
-            more = claim.floor * (1 + level) - given
-        else:
-            more = level * claim.weight
-            if more < claim.floor:
-                more = claim.floor
-            if more > claim.ceiling:
-                more = claim.ceiling
-            more -= given
-        if more > 0:
-            used += more
+    if level <= 0:
+        for _, floor, _, given in rows:
+            more = floor * (1 + level) - given
+            if more > 0:
+                used += more
+        return used
+    for weight, floor, ceiling, given in rows:
+        more = level * weight
+        if more < floor:
+            more = floor
+        if more > ceiling:
+            more = ceiling
+        if more > given:
+            used += more - given
     return used
 
 
-def _level(available: int, claims: Sequence[Claim], rest: Sequence[float]) -> float:
+def _level(available: int, rows: Sequence[_Row]) -> float:
     """The highest water level at which the class's GPUs suffice (its ceiling, if they are more than enough)."""
-    levels = _edges(claims, rest)
+    levels = _edges(rows)
     low, high = 0, len(levels) - 1
-    above = _used(levels[high], claims, rest)
+    above = _used(levels[high], rows)
     if above <= available:
         return levels[high]
     below = -1.0
     while high - low > 1:  # between two neighbouring edges `_used` is a straight line
         middle = (low + high) // 2
-        used = _used(levels[middle], claims, rest)
+        used = _used(levels[middle], rows)
         if used <= available:
             low, below = middle, used
         else:
             high, above = middle, used
     if not low:
-        below = _used(levels[0], claims, rest)
+        below = _used(levels[0], rows)
     if above <= below:
         return levels[low]
     return levels[low] + (levels[high] - levels[low]) * (available - below) / (above - below)
 
 
-def _edges(claims: Sequence[Claim], rest: Sequence[float]) -> list[float]:
+def _edges(rows: Sequence[_Row]) -> list[float]:
     """The levels at which somebody's share begins or ceases to grow, ascending."""
-    edges = {-1.0, 0.0}
-    for claim, given in zip(claims, rest, strict=True):
-        weight, floor = claim.weight, claim.floor
-        edges.add(claim.ceiling / weight)
-        edges.add(floor / weight)
+    edges = [-1.0, 0.0]
+    for weight, floor, ceiling, given in rows:
+        edges += (ceiling / weight, floor / weight)
         if given > 0:
-            edges.add(given / weight if given > floor else given / floor - 1)
-    return sorted(edges)
+            edges.append(given / weight if given > floor else given / floor - 1)
+    return sorted(dict.fromkeys(edges))
 
 
 def round_off(shares: Sequence[tuple[float, int, int]], available: int) -> list[int]:

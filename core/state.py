@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 from core import actions
 from core.actions import Action, Note
+from core.demand import wants_more
 from core.errors import RequestError
 from core.ledger import Engine, EngineState, Lease, Ledger, Phase, PipelineBook
 from core.model import Cluster, DemandPolicy
 from core.regions import Regions
+from core.turns import outranks
 
 
 class Clearing(NamedTuple):
@@ -135,8 +137,20 @@ class State:
     def shields(self, book: PipelineBook) -> bool:
         """Whether the hunger of this pipeline keeps a request waiting, or may."""
         return any(
-            outranks(book, request.due) and not request.book is book and not book.rank_at.keys().isdisjoint(request.gpus)
+            outranks(book, request.due) and not book.rank_at.keys().isdisjoint(request.gpus)
             for request in self.ledger.waiting
+        )
+
+    def coveted(self, book: PipelineBook) -> bool:
+        """Whether anybody else could use one engine more where this pipeline rolls out. If not, it may need less and
+        less, and still nothing changes hands."""
+        if self.regions.generation != self.ledger.mapping_generation:
+            return True
+        policy = self.ledger.policy
+        return any(
+            other is not book and wants_more(other, policy)
+            for cls in self.regions.classes_of[book]
+            for other in cls.books
         )
 
     def remap(self) -> None:

@@ -107,7 +107,8 @@ def check_backend(name: str) -> Collection[str]:
 
 
 def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show", settings: Mapping[str, Any]) -> Run:
-    """Run one scenario to its end, on a backend with these settings. Raises TurnstileError if it could not begin, or broke Turnstile itself."""
+    """Run one scenario to its end, on a backend with these settings. Raises TurnstileError if it could not begin, or
+    broke Turnstile itself."""
     board = Board(scenario)
     with ExitStack() as stack:
         listeners: list[Listener] = [*_logs(scenario, options, stack), *show.listeners(board, stack)]

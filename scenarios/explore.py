@@ -24,8 +24,9 @@ from core.reading import MOST_WHOLE, nearest
 from core.topology import check_world
 from scenarios import catalogue
 from scenarios.common import guarded
-from scenarios.options import ALL, Parser, whole
+from scenarios.options import ALL
 from scenarios.outcome import FAILED, INTERRUPTED, OK
+from scenarios.parsing import Parser, whole
 
 NONE = "none"
 SEEDS = 200

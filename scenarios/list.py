@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from scenarios import catalogue
 from scenarios.common import guarded
-from scenarios.options import Parser
 from scenarios.outcome import OK
+from scenarios.parsing import Parser
 
 
 def lines() -> list[str]:

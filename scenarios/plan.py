@@ -12,8 +12,8 @@ from core.errors import ConfigError
 from core.snapshot import plan_snapshot
 from scenarios.common import guarded
 from scenarios.options import STDOUT as STDIN
-from scenarios.options import Parser
 from scenarios.outcome import OK
+from scenarios.parsing import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from core.trace import read_log, replay
 from scenarios.common import guarded
-from scenarios.options import Parser
 from scenarios.outcome import FAILED, OK
+from scenarios.parsing import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

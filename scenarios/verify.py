@@ -21,7 +21,7 @@ from core.verify.search import Graph, resume, save
 from core.verify.world import Mapping, Start, World, specs
 from scenarios import outcome
 from scenarios.common import guarded
-from scenarios.options import Parser
+from scenarios.parsing import Parser
 
 CODES = {PROVED: outcome.OK, BROKEN: outcome.FAILED, UNFINISHED: outcome.FAILED, STUCK: outcome.STUCK}
 MOST = 10_000_000

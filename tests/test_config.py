@@ -18,6 +18,7 @@ from core.lengths import quantile
 from core.model import DemandPolicy, Limits, OnPreempt, Overlap, Partial, Role
 from core.scenario_file import FAULT_KINDS, load_scenario, parse_scenario
 from core.units import gib, ns
+from core.workload import NUMBERS, WORKLOAD_KEYS, Workload, changed, settled
 
 MINIMAL = """\
 cluster: {gpus_per_node: 2}
@@ -411,6 +412,91 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -
         assert str(caught.value) == f"{tmp_path / name}: {reason}"
 
 
+# --- workloads ------------------------------------------------------------------------------------------
+
+
+def workload(**keys: object) -> Workload:
+    return parse_scenario(minimal(workload=keys), "x.yaml").jobs[0].workload
+
+
+def test_a_workload_with_every_key_means_what_it_says() -> None:
+    numbers = {"temperature": 0.7, "top_p": 0.9, "learning_rate": 0.001, "adam_beta1": 0.8, "adam_beta2": 0.99,
+               "weight_decay": 0.1, "grad_clip": 2, "clip_low": 0.1, "clip_high": 0.3, "kl": 0.05}  # fmt: skip
+    tokens = {"max_tokens": 5, "micro_batch_tokens": 6, "kv_tokens": 7}
+    common = {"model": "smollm2", "reward": "a.b:c", "dtype": "bfloat16", **numbers, **tokens}
+    read = workload(task="sort", size=4, reward_limit_s=2.5, bucket_mib=3, **common)
+    expected = Workload(task="sort", size=4, reward_limit=ns(2.5), bucket_bytes=3 * 2**20, **common)
+    assert read == expected
+    assert set(numbers) == set(NUMBERS)
+    given = {"task", "size", "prompts", "reward_limit_s", "bucket_mib", *common}
+    assert given == set(WORKLOAD_KEYS)
+    assert read != Workload() and all(getattr(read, key) != getattr(Workload(), key) for key in common)
+
+
+def test_without_a_workload_the_tiny_model_copies() -> None:
+    (job,) = parse_scenario(MINIMAL, "x.yaml").jobs
+    assert (job.workload, job.workload.model, job.workload.task) == (Workload(), "tiny", "copy")
+    assert (job.target, job.samples_per_prompt) == (32, 4)
+
+
+def test_paths_of_a_workload_are_looked_for_beside_the_file(tmp_path: Path) -> None:
+    keys = {"model": "./mine", "prompts": "p.jsonl", "reward": "a:b"}
+    (tmp_path / "s.yaml").write_text(minimal(workload=keys))
+    read = load_scenario(tmp_path / "s.yaml").jobs[0].workload
+    assert (read.model, read.prompts, read.task) == (str(tmp_path / "mine"), str(tmp_path / "p.jsonl"), "")
+    assert workload(model="owner/model").model == "owner/model", "an id of the hub stays one"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"modle": "tiny"}, "modle: unknown key; did you mean 'model'?"),
+        ({"task": "srot"}, "task: 'srot' is not one of arithmetic, copy, sort; did you mean 'sort'?"),
+        ({"task": "copy", "prompts": "p", "reward": "a:b"},
+         "task: there are prompts too; keep task or prompts, not both"),
+        ({"prompts": "p"}, "prompts: needs a reward beside it; add reward: module:function"),
+        ({"prompts": "p", "reward": "a:b", "size": 2},
+         "size: is how hard a built-in task is, and there are prompts; remove it"),
+        ({"reward": "a.b"}, "reward: 'a.b' names no function; write module:function, such as my_rewards:exact"),
+        ({"reward": "a-b:c"}, "reward: 'a-b:c' names no function; write module:function, such as my_rewards:exact"),
+        ({"size": 0}, "size: must be a whole number from 1 to 64, not 0"),
+        ({"max_tokens": 0}, "max_tokens: must be a whole number from 1 to 16777216, not 0"),
+        ({"learning_rate": 0}, "learning_rate: must be more than 0, not 0"),
+        ({"learning_rate": -1}, "learning_rate: must be a number, and -1 is negative"),
+        ({"temperature": 0}, "temperature: must be more than 0, not 0"),
+        ({"top_p": 1.5}, "top_p: 1.5 is too large; at most 1"),
+        ({"adam_beta1": 1}, "adam_beta1: 1 is too large; at most 0.999999"),
+        ({"dtype": "float16"}, "dtype: 'float16' is not one of float32, bfloat16; did you mean 'bfloat16'?"),
+        ({"reward_limit_s": 0}, "reward_limit_s: must be more than 0 seconds"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_workload_is_one_line(keys: dict[str, object], said: str) -> None:
+    assert error(minimal(workload=keys)) == f"x.yaml: pipelines[0].workload.{said}"
+
+
+def test_what_is_asked_for_takes_the_place_of_what_excludes_it() -> None:
+    file = Workload(prompts="p", task="", reward="a:b")
+    assert changed(file) is not None and changed(file) == file
+    assert changed(file, task="sort") == Workload(task="sort"), "the reward was for the prompts"
+    assert changed(file, task="sort", reward="c:d") == Workload(task="sort", reward="c:d")
+    assert changed(Workload(task="sort", size=9), task="sort").size == 9
+    assert changed(Workload(task="sort", size=9), task="copy").size is None
+    assert changed(Workload(task="sort", size=9), prompts="q", reward="c:d") == Workload(
+        task="", prompts="q", reward="c:d"
+    )
+
+
+def test_what_was_left_open_follows_from_model_task_and_device() -> None:
+    tiny = settled(Workload(), "cuda")
+    assert (tiny.size, tiny.max_tokens, tiny.dtype, tiny.learning_rate) == (3, 3, "float32", 0.003)
+    chat = settled(Workload(model="smollm2", task="arithmetic", size=2), "cuda")
+    assert (chat.size, chat.max_tokens, chat.dtype, chat.learning_rate) == (2, 38, "bfloat16", 1e-5)
+    mine = settled(Workload(model="x/y", prompts="p", task="", reward="a:b"), "cpu")
+    assert (mine.size, mine.max_tokens, mine.dtype, mine.learning_rate) == (None, 512, "float32", 1e-6)
+    given = Workload(size=5, max_tokens=9, dtype="bfloat16", learning_rate=0.5)
+    assert settled(given, "cpu") == given
+
+
 # --- whatever comes -------------------------------------------------------------------------------------
 
 
@@ -497,6 +583,9 @@ OPTIONAL = {
     "eval": st.fixed_dictionaries({"every": st.integers(1, 5), "trajectories": st.integers(1, 5)}),
     "costs": st.fixed_dictionaries({}, optional={**{key: SECONDS for key in scenario_file.PHASE_KEYS},
                                                  "trajectory": TRAJECTORY, "engine_slots": st.integers(1, 99)}),
+    "workload": st.fixed_dictionaries({}, optional={
+        "model": st.sampled_from(["tiny", "a/b"]), "task": st.sampled_from(["copy", "sort"]), "size": st.integers(1, 9),
+        "kl": st.floats(0, 9), "max_tokens": st.integers(1, 99), "reward_limit_s": POSITIVE}),
     "memory": st.fixed_dictionaries({}, optional={"train_gib": GIB, "engine_gib": GIB, "init_peak_gib": GIB}),
     "limits": st.fixed_dictionaries({}, optional={"init_s": POSITIVE, "turn_s": POSITIVE, "drain_s": POSITIVE}),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The weight cache: what is published can be read, whole or not at all, by whoever pinned it, and on other nodes too."""
+"""The weight cache: what is published can be read, whole or not at all, by whoever pinned it, also on other nodes."""
 
 import multiprocessing
 import os
@@ -146,7 +146,9 @@ def test_a_damaged_bucket_is_named(tmp_path: Path) -> None:
 def test_a_bucket_cut_short_or_gone_is_named_without_reading_it(tmp_path: Path) -> None:
     manifest = publish(tmp_path, 0)
     os.truncate(manifest.buckets[1].file, 7)
-    with pytest.raises(OperationFailed, match=rf"1\.bucket has 7 bytes, the manifest says {manifest.buckets[1].nbytes}"):
+    with pytest.raises(
+        OperationFailed, match=rf"1\.bucket has 7 bytes, the manifest says {manifest.buckets[1].nbytes}"
+    ):
         list(read(manifest, verify=False))
     os.truncate(manifest.buckets[1].file, 0)
     with pytest.raises(OperationFailed, match="has 0 bytes"):

@@ -18,6 +18,7 @@ from typing import Any
 
 from backends.ray_gpu.training.records import Row, TrainerConfig
 
+ANSWER_LIMIT_S = 120  # the first answer includes importing torch and Megatron, on however busy a machine
 VOCAB = 97  # odd, so that two ranks need a padded row
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -35,13 +36,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(folder: Path, kind: str) -> Path:
+def make_model(folder: Path, kind: str, **other: Any) -> Path:
     """A random model of that kind, with nothing left at a value that would hide a mistake (biases, norms)."""
     import torch
     import transformers
 
     config_class, settings = KINDS[kind]
-    config = getattr(transformers, config_class)(**SHAPE, **settings)
+    config = getattr(transformers, config_class)(**SHAPE | settings | other)
     torch.manual_seed(sorted(KINDS).index(kind))
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
@@ -78,13 +79,14 @@ def free_port() -> int:
 class Ranks:
     """Processes 0..n-1; `run(task, *args)` calls `task(config_of_rank, *args)` in the first `world_size` of them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, environment: Callable[[int], dict[str, str]] = lambda _rank: {}) -> None:
+        """`environment(rank)` is set in a rank before it imports anything heavy."""
         context = multiprocessing.get_context("spawn")
         self._lines: list[Connection] = []
         self._processes = []
-        for _ in range(count):
+        for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, environment(rank)), daemon=True)
             process.start()
             self._lines.append(ours)
             self._processes.append(process)
@@ -97,7 +99,7 @@ class Ranks:
             line.send((task, TrainerConfig(rank=rank, **settings), args))
         answers = []
         for line in lines:
-            assert line.poll(60), "a rank did not answer within 60 s"
+            assert line.poll(ANSWER_LIMIT_S), f"a rank did not answer within {ANSWER_LIMIT_S} s"
             answers.append(line.recv())
         for error, text, _ in answers:
             if error is not None:
@@ -112,9 +114,13 @@ class Ranks:
             assert process.exitcode == 0, "a rank process did not end by itself"
 
 
-def _serve(line: Connection) -> None:
+def _serve(line: Connection, environment: dict[str, str]) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - Megatron's warnings, for as long as the process lives
+    # Nothing here is compiled, and loading the compiler takes seconds.
+    os.environ.update({"TORCHDYNAMO_DISABLE": "1", **environment})
     import torch
+
+    import backends.ray_gpu.training.trainer  # noqa: F401 - in all ranks at once, not when each is first asked
 
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
@@ -124,6 +130,7 @@ def _serve(line: Connection) -> None:
                 line.send((None, "", task(config, *args)))
             except Exception as error:
                 line.send((error, traceback.format_exc(), None))
+    os._exit(0)  # tearing down an interpreter full of torch takes seconds, and every trainer was closed
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ and the scheduler in the control plane's process.
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -21,7 +22,6 @@ import msgspec
 from backends.ray_gpu import cluster, wire
 from backends.ray_gpu.checks import check_scenario
 from backends.ray_gpu.clock import RealClock
-from backends.ray_gpu.joining import join, leave
 from backends.ray_gpu.places import DESK, namespace_of, trainer_name
 from backends.ray_gpu.plan import CrewPlan
 from backends.ray_gpu.record import Record
@@ -51,7 +51,7 @@ class RayBackend:
         scenario: Scenario,
         *,
         device: str = "cpu",
-        devices: tuple[int, ...] = (),
+        devices: Iterable[int] | None = None,
         address: str | None = None,
         output: str | Path | None = None,
         verify_weights: bool = False,
@@ -59,7 +59,7 @@ class RayBackend:
         heartbeat_s: float = 20.0,
     ) -> None:
         check_scenario(scenario, device)
-        options = wire.ClusterOptions(device=device, devices=devices, heartbeat_s=heartbeat_s)
+        options = wire.ClusterOptions(device=device, devices=tuple(devices or ()), heartbeat_s=heartbeat_s)
         crews = [
             CrewPlan(
                 job=job, seed=scenario.seed, device=device, verify_weights=verify_weights, transport=transport,
@@ -67,8 +67,10 @@ class RayBackend:
             )
             for job in scenario.jobs
         ]  # fmt: skip
-        self._owns_cluster = cluster.connect(address)
+        cluster.connect(address)
         try:
+            from backends.ray_gpu.joining import join  # not before Ray's environment is set
+
             self._joined = join(scenario, options, crews)
         except BaseException:
             cluster.disconnect()
@@ -91,8 +93,12 @@ class RayBackend:
 
     @staticmethod
     def run(main: Callable[[], Awaitable[T]]) -> T:
-        """Run `main()` on a fresh asyncio event loop."""
-        return anyio.run(main)  # type: ignore[arg-type]
+        """Run `main()` on a fresh asyncio event loop. SIGTERM is taken for Ctrl-C: both clean up."""
+        before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+        try:
+            return anyio.run(main)  # type: ignore[arg-type]
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def session(self, listeners: Iterable[Listener], tick: Callable[[int], None]) -> Any:
         """The service, which is in another process."""
@@ -119,6 +125,8 @@ class RayBackend:
         for task in [*self._harm, *self._notes]:
             task.cancel()
         self._record.close()
+        from backends.ray_gpu.joining import leave
+
         await asyncio.to_thread(leave, self._joined)
         await asyncio.to_thread(cluster.disconnect)
 

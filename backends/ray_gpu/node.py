@@ -13,8 +13,8 @@ import os
 import shutil
 import socket
 import time
-from pathlib import Path
 
+from backends.ray_gpu import janitor
 from backends.ray_gpu.devices.watch import Watch, open_watch
 from backends.ray_gpu.places import Places, owner
 from backends.ray_gpu.processes import Processes
@@ -37,6 +37,7 @@ class NodeAgent:
         self.node = node
         self.processes = Processes(self.places.processes)
         self.places.disk.mkdir(parents=True, exist_ok=True)
+        self._janitor = janitor.start(session)
         self._gpus = gpus
         self._watch: Watch = open_watch(device, self.places, gpus, devices)
         self._receivers: dict[tuple[str, int], Receiver] = {}
@@ -131,13 +132,5 @@ class NodeAgent:
 
     async def close(self) -> None:
         """Remove what the session keeps on this node."""
-        for directory in (self.places.memory, self.places.disk):
-            shutil.rmtree(directory, ignore_errors=True)
-        _remove_if_empty(self.places.disk.parent)
-
-
-def _remove_if_empty(directory: Path) -> None:
-    try:
-        directory.rmdir()
-    except OSError:
-        return
+        janitor.clean(self.places.session)
+        self._janitor.communicate(b".")

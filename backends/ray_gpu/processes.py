@@ -31,10 +31,10 @@ class Processes:
         half.write_bytes(msgspec.json.encode(found))
         half.rename(file)
 
-    def owners(self, pipeline: str) -> list[str]:
-        """Recorded workers of a pipeline."""
-        names = [unquote(file.stem) for file in self._directory.glob("*.json")]
-        return sorted(name for name in names if name.startswith(f"{pipeline}/"))
+    def owners(self, pipeline: str | None = None) -> list[str]:
+        """Recorded workers, of one pipeline or of all."""
+        names = sorted(unquote(file.stem) for file in self._directory.glob("*.json"))
+        return [name for name in names if pipeline is None or name.startswith(f"{pipeline}/")]
 
     def of(self, owner: str) -> list[Process]:
         """Its living processes: those recorded, and their descendants."""

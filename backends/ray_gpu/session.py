@@ -80,7 +80,11 @@ class Session:
         self._out: deque[wire.Up] = deque()
         self._unheard: deque[events.AnyEvent] = deque()
         """Telemetry that has not come back in the log yet."""
+        self._answered: dict[int, None] = {}
+        """Commands answered whose outcome has not come back in the log yet."""
         self._to_say = asyncio.Event()
+        self._came = asyncio.Event()
+        """An entry came."""
         self._synced = asyncio.Event()
         self._saying = False
         self._frozen = False
@@ -158,6 +162,7 @@ class Session:
                 self._saying = True
                 await self._say_now(list(frames))
                 self._saying = False
+                self._came.set()
 
     async def _say_now(self, frames: list[wire.Up]) -> None:
         """What is not taken in is not lost: the next synchronisation says again what must be."""
@@ -169,9 +174,10 @@ class Session:
             self._synced.clear()
 
     async def said(self) -> None:
-        """Wait until everything told so far is in the log."""
-        while self._out or self._saying or self._unheard:
-            await asyncio.sleep(0.01)
+        """Wait until everything said so far is in the log."""
+        while self._out or self._saying or self._unheard or self._answered:
+            self._came.clear()
+            await self._came.wait()
 
     # --- in --------------------------------------------------------------------------------------------
 
@@ -208,6 +214,7 @@ class Session:
                 case wire.Replied():
                     self._port(frame.pipeline, lambda port, f=frame: port.replied(f.seq, wire.unpack_error(f.error)))
                 case wire.Commanded():
+                    self._answered[frame.action.action] = None
                     self._put(wire.Answered(action=frame.action.action, failure=self._obey(frame.action)))
                 case wire.GateOpened():
                     self._port(
@@ -238,7 +245,9 @@ class Session:
     def _take(self, entry: Entry) -> None:
         self._entries = entry.i + 1
         item = entry.item
+        self._came.set()
         if type(item) in _DECIDED:
+            self._answered.pop(getattr(item, "action", -1), None)
             self._check_decided(entry.i)
             decision: Decision = decide(self.state, entry.t, item)  # type: ignore[arg-type]
             self._decided = deque(decision.actions)

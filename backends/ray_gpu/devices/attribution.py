@@ -15,6 +15,8 @@ card: until it is gone, nobody may start there. Plain functions of plain data.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+import msgspec
+
 from backends.ray_gpu.devices.cuda_map import CudaMap, LogicalGpu
 from backends.ray_gpu.devices.nvml import Card, ProcessMemory
 from core.model import Record
@@ -44,7 +46,7 @@ class Reading(Record, frozen=True, kw_only=True):
     method: Literal["process", "card"]
     reason: str = ""
     """Why not by process; empty if by process."""
-    tenants: dict[str, int] = {}
+    tenants: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes by owner, as far as they are known."""
     foreign: tuple[ProcessMemory, ...] = ()
     """Processes on its card that are not ours."""

@@ -1,7 +1,8 @@
 """The CPU engine: a transformers model, decoded by a thread of this process.
 
-It is what CI and newcomers run, so it keeps every rule of `base` that the GPU engine keeps, memory included: sleeping tensors
-are really freed, and are announced to `hold` before they are made again. (`graphs` are a GPU's; here they take no bytes.)
+It is what CI and newcomers run, so it keeps every rule of `base` that the GPU engine keeps, memory included: sleeping
+tensors are really freed, and are announced to `hold` before they are made again. (`graphs` are a GPU's; here they take
+no bytes.)
 """
 
 import asyncio
@@ -21,11 +22,13 @@ T = TypeVar("T")
 
 
 class HFEngine:
-    """One data-parallel rank; see `base.Engine`. `hold` hears of memory before it is taken."""
+    """One data-parallel rank; see `base.Engine`. `hold` hears of memory before it is taken, from a thread."""
 
     def __init__(self, config: EngineConfig, hold: Hold = lambda tag, nbytes: None) -> None:
         if config.device != "cpu" or config.tp != 1:
             raise ConfigError("engine", "the transformers engine runs on the CPU, with tp 1", "use SGLang on GPUs")
+        if config.kv_tokens < 1 or config.max_running < 1:
+            raise ConfigError("engine", "kv_tokens and max_running must be at least 1")
         self.version = -1
         self._config = config
         self._hold = hold
@@ -104,7 +107,7 @@ class HFEngine:
             if manifest.version != version:
                 raise OperationFailed(f"version {version} was to be loaded, and the manifest is of {manifest}")
             self.version, self._whole = -1, False
-            await _in_thread(lambda: self._load(manifest, verify))
+            await _in_thread(lambda: self._model.update(manifest, verify))
             self.version, self._whole = version, True
 
     async def fingerprint(self) -> dict[str, int]:
@@ -198,7 +201,7 @@ class HFEngine:
             yield
         except BaseException as error:
             self._free(tags)
-            if isinstance(error, MemoryError | RuntimeError) and "alloc" in str(error).lower():
+            if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "alloc" in str(error).lower()):
                 raise OutOfMemory(f"the host has no room for {', '.join(tags)}: {error}") from error
             raise
 
@@ -214,10 +217,6 @@ class HFEngine:
             self._hold("residue", 0)
         self._model = self._pool = None
 
-    def _load(self, manifest: Manifest, verify: bool) -> None:
-        self._model.update(manifest, verify)
-        self._pool.clear()
-
 
 def _known(tags: tuple[str, ...]) -> tuple[str, ...]:
     if unknown := [tag for tag in tags if tag not in TAGS]:
@@ -226,7 +225,7 @@ def _known(tags: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Run `work` beside the event loop. A cancelled caller still waits for it: it must not go on after the lock is free."""
+    """Run `work` beside the event loop. Who is cancelled still waits for it: it may not go on once the lock is free."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)

@@ -2,9 +2,10 @@
 
 Rules of this room:
 
-1. Requests are admitted in the order they came, as soon as there is a row for them, with room for all they may become: what
-   runs is never pushed out. New ones are read (prefilled) before the others go on.
-2. Rows 0 to n-1 of the pool are the n running requests, in the order of `_running`. A row that ends is filled with the last.
+1. Requests are admitted in the order they came, as soon as there is a row for them, with room for all they may become:
+   what runs is never pushed out. New ones are read (prefilled) before the others go on.
+2. Rows 0 to n-1 of the pool are the n running requests, in the order of `_running`. The last row takes the place of one
+   that ends.
 3. Everything but `_waiting` and the tickets' `aborted` belongs to the thread. `done` is called in the thread, once a
    ticket, when the pool holds nothing of it any more.
 4. A request fails alone where that can be seen (no finite logits); an error of the model fails all that run.
@@ -20,7 +21,7 @@ from backends.ray_gpu.engines.hf_kv import KvPool
 from backends.ray_gpu.engines.hf_model import HFModel
 from backends.ray_gpu.engines.hf_sampling import choose
 
-PREFILL_TOKENS = 4096
+PREFILL_TOKENS = 512
 """Most tokens of one prefill, padding included, so that an abort need not wait long (one sequence may be longer)."""
 
 
@@ -128,16 +129,21 @@ class Batch:
             logits = self._model.decode(last, [ticket.position - 1 for ticket in self._running], self._pool)
         else:
             return
-        self._grow(first, *choose_for(logits, self._running[first:]))
+        grown = self._running[first:]
+        requests, positions = [ticket.request for ticket in grown], [ticket.position for ticket in grown]
+        self._grow(first, *choose(logits, requests, positions))
 
     def _grow(self, first: int, tokens: list[int], logprobs: list[float]) -> None:
         """Append a token to each request from row `first` on, and let go of those that end with it."""
-        grown = self._running[first:]
-        strays = [ticket for ticket, logprob in zip(grown, logprobs, strict=True) if not math.isfinite(logprob)]
-        for ticket, token, logprob in zip(grown, tokens, logprobs, strict=True):
-            if ticket not in strays:
+        strays = []
+        for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), first):
+            ticket = self._running[row]
+            if math.isfinite(logprob):
                 ticket.tokens.append(token)
                 ticket.logprobs.append(logprob)
+            else:
+                strays.append(ticket)
+                self._pool.clear(row)
         for ticket in self._take_out(lambda t: t in strays):
             ticket.end("failed", "the model's logits are not finite")
         for ticket in self._take_out(lambda t: t.complete):
@@ -192,7 +198,3 @@ class Batch:
             self._running, self._waiting = [], deque()
         for ticket in tickets:
             ticket.end(status, reason)
-
-
-def choose_for(logits: object, tickets: list[Ticket]) -> tuple[list[int], list[float]]:
-    return choose(logits, [ticket.request for ticket in tickets], [ticket.position for ticket in tickets])

@@ -1,10 +1,11 @@
 """The KV pool: one tensor of a fixed number of tokens, laid out in rows, one a running request.
 
-A row has `columns` places; position p of a sequence lies in column p. All rows are equally long, so that the batch is a plain
-view of the pool and a decode step copies nothing but the new keys and values. How long a row is follows from the longest
-request that runs, and changes with it (`lay_out`).
+A row has `columns` places; position p of a sequence lies in column p. All rows are equally long, so that the batch is a
+plain view of the pool and a decode step copies nothing but the new keys and values. How long a row is follows from the
+longest request that runs, and changes with it (`lay_out`).
 
-What lies beyond a sequence's end is masked out by attention, but must be a finite number: the pool begins as zeros.
+What lies beyond a sequence's end is masked out by attention, but must be a finite number (0 times NaN is NaN): the pool
+begins as zeros, and a row whose model went astray is cleared.
 """
 
 from typing import Any
@@ -25,6 +26,7 @@ class KvPool:
         self._tensor: torch.Tensor | None = None
         self._first = 0
         self._positions: torch.Tensor | None = None
+        self._width = 0
         self.cache = Cache(layers=[_PoolLayer(self, index) for index in range(layers)])
         """What the model reads and writes through: first set with `prefill` or `decode`."""
 
@@ -44,10 +46,9 @@ class KvPool:
     def free(self) -> None:
         self._tensor = None
 
-    def clear(self) -> None:
-        """Zero it: what a model that went astray left need not be finite."""
-        if self._tensor is not None:
-            self._tensor.zero_()
+    def clear(self, row: int) -> None:
+        """Zero a row: what is in it may not be finite."""
+        self._rows()[:, :, row] = 0
 
     def lay_out(self, columns: int, rows: int, length: int) -> None:
         """Change the length of a row; the first `length` columns of the first `rows` rows stay what they are."""
@@ -67,6 +68,7 @@ class KvPool:
     def decode(self, positions: torch.Tensor) -> None:
         """What the model writes next is one token for each row from 0 on, at these positions."""
         self._positions = positions
+        self._width = int(positions.max()) + 1
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep new keys and values (rows, heads, new tokens, dim); return all that the new tokens may attend to."""
@@ -76,11 +78,11 @@ class KvPool:
             pool[0, rows, :, : keys.shape[2]] = keys
             pool[1, rows, :, : keys.shape[2]] = values
             return keys, values
-        every = torch.arange(len(self._positions))
-        pool[0][every, :, self._positions] = keys[:, :, 0]
-        pool[1][every, :, self._positions] = values[:, :, 0]
-        width = int(self._positions.max()) + 1
-        return pool[0, : len(every), :, :width], pool[1, : len(every), :, :width]
+        rows = torch.arange(len(self._positions))
+        pool[0][rows, :, self._positions] = keys[:, :, 0]
+        pool[1][rows, :, self._positions] = values[:, :, 0]
+        seen = pool[:, : len(rows), :, : self._width]
+        return seen[0], seen[1]
 
     def _rows(self) -> torch.Tensor:
         """As (layers, 2, rows, heads, columns, dim); a remainder too short for a row is left out."""
@@ -91,7 +93,7 @@ class KvPool:
 
 
 class _PoolLayer(CacheLayerMixin):
-    """One layer of the pool, as transformers wants it. Masks are given to the model ready-made, so sizes are not asked for."""
+    """One layer of the pool, as transformers wants it. The model gets its masks ready-made; nobody asks for sizes."""
 
     is_sliding = False
 

@@ -1,7 +1,8 @@
-"""A Hugging Face causal language model whose weights can be taken away and given back, and its two kinds of forward pass.
+"""A Hugging Face causal language model whose weights can be taken away and given back, and its two forward passes.
 
 Parameters are the only weights: buffers (rotary frequencies) are no part of a published version, so they stay while the
-model sleeps, and count as residue.
+model sleeps, and count as residue. All parameters lie in one slab: what is freed goes back to the system as one piece,
+where many pieces would stay in the allocator's heap (measured with 538 MB: 525 of them stayed).
 """
 
 import inspect
@@ -30,6 +31,7 @@ class HFModel:
         with torch.device("meta"):
             self._module: PreTrainedModel = AutoModelForCausalLM.from_config(self._config, dtype=self._dtype)
         self._shapes = [parameter.shape for parameter in self._module.parameters()]
+        self._slab: torch.Tensor | None = None
         self._keyword = _cache_keyword(self._module)
 
     @property
@@ -54,8 +56,7 @@ class HFModel:
     @property
     def resident(self) -> int:
         """Bytes of the parameters that exist."""
-        real = [parameter for parameter in self._module.parameters() if not parameter.is_meta]
-        return sum(parameter.untyped_storage().nbytes() for parameter in real)
+        return 0 if self._slab is None else self._slab.untyped_storage().nbytes()
 
     def pool(self, tokens: int) -> KvPool:
         """A KV pool for this model, not allocated."""
@@ -67,22 +68,27 @@ class HFModel:
     def load(self) -> None:
         """Read the weights of the folder."""
         logging.disable_progress_bar()
+        logging.set_verbosity_error()
         self._module = AutoModelForCausalLM.from_pretrained(
             self._folder, config=self._config, dtype=self._dtype, attn_implementation="sdpa", local_files_only=True
         ).eval()
+        as_read = [parameter.data for parameter in self._module.requires_grad_(False).parameters()]
+        self.allocate()
         for parameter in self._module.parameters():
-            parameter.requires_grad_(False)
-            # A copy of its own: as read, it may be a view of the mapped file.
-            parameter.data = parameter.data.clone()
+            parameter.data.copy_(as_read.pop(0))
 
     def free(self) -> None:
-        for parameter in self._module.parameters():
-            parameter.data = torch.empty(0, dtype=self._dtype)
+        if self._slab is not None:
+            self._slab = None
+            for parameter in self._module.parameters():
+                parameter.data = torch.empty(0, dtype=self._dtype)
 
     def allocate(self) -> None:
         """Parameters of no particular value."""
-        for parameter, shape in zip(self._module.parameters(), self._shapes, strict=True):
-            parameter.data = torch.empty(shape, dtype=self._dtype)
+        self._slab = torch.empty(self.nbytes // self._dtype.itemsize, dtype=self._dtype)
+        pieces = self._slab.split([shape.numel() for shape in self._shapes])
+        for parameter, piece, shape in zip(self._module.parameters(), pieces, self._shapes, strict=True):
+            parameter.data = piece.view(shape)
 
     def update(self, manifest: Manifest, verify: bool) -> None:
         """Copy a published version in. Every bucket is checked before anything of it is used.
@@ -112,13 +118,14 @@ class HFModel:
 
     @torch.inference_mode()
     def prefill(self, sequences: list[tuple[int, ...]], pool: KvPool, first: int) -> torch.Tensor:
-        """Read whole sequences into the rows of `pool` from `first` on; the logits after each (sequences, vocabulary).
+        """Read whole sequences into rows of `pool`, from `first` on; logits after each, as (sequences, vocabulary).
 
-        Shorter ones are padded at the end, where the causal mask hides the padding from every real token.
+        Shorter ones are padded at the end, where the causal mask hides the padding from every real token; with their
+        own last token, because what it leaves in the pool must be as finite as the rest.
         """
         lengths = [len(sequence) for sequence in sequences]
         longest = max(lengths)
-        tokens = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences])
+        tokens = torch.tensor([[*sequence, *sequence[-1:] * (longest - len(sequence))] for sequence in sequences])
         ends, which = torch.tensor([length - 1 for length in lengths]).unique(return_inverse=True)
         pool.prefill(first)
         mask = torch.ones(1, 1, longest, longest, dtype=torch.bool).tril()

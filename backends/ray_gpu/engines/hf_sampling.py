@@ -1,8 +1,8 @@
 """Choosing tokens: from logits to a token and its log-probability, for a whole batch at once.
 
-A draw is a pure function of the request's seed and the token's position in the sequence. So a token does not depend on what
-else is in the batch (but for the last bits of its logits), and a trajectory that is resumed from a prefix draws what it would
-have drawn in one go.
+A draw is a pure function of the request's seed and the token's position in the sequence. So a token does not depend on
+what else is in the batch (but for the last bits of its logits), and a trajectory that is resumed from a prefix draws
+what it would have drawn in one go.
 """
 
 from collections.abc import Sequence

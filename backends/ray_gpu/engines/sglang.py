@@ -19,19 +19,20 @@ import contextlib
 import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from backends.ray_gpu.engines import sglang_child as child
+from backends.ray_gpu.engines import sglang_process as process
 from backends.ray_gpu.engines.base import TAGS, EngineConfig, GenerateRequest, GenerateResult, Hold
 from backends.ray_gpu.engines.sglang_setup import check_model, merged_flags, planned_bytes
 from backends.ray_gpu.weights.manifest import Manifest, TensorEntry
 from core.errors import OperationFailed, WorldError
+from core.units import gib
 
 SGLANG_TAGS = {"weights": "weights", "kv_cache": "kv_cache", "graphs": "cuda_graph"}
 # Graphs first: they are small, and the weights may then be loaded while the pool is still asleep.
@@ -74,18 +75,20 @@ class SglangEngine:
     # --- life -----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        check_model(self.config)
+        architectures = check_model(self.config).get("architectures") or ()
         planned = planned_bytes(self.config)
         for tag, nbytes in planned.items():
             self._hold(tag, nbytes)
         self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
         flags = merged_flags(self.config, self._flags) | {"custom_weight_loader": [child.DOOR]}
         built: Future[Any] = Future()
-        threading.Thread(target=self._live, args=(flags, built), name="sglang", daemon=True).start()
+        threading.Thread(target=self._live, args=(flags, architectures, built), name="sglang", daemon=True).start()
         try:
             self._engine = await asyncio.wrap_future(built)
+            process.listen(self._engine)
             self._check_pool()
             self._sizes = planned | await self._measure()
+            process.forget_load_snapshots(self._engine)
         except BaseException:
             await self.close()
             raise
@@ -93,17 +96,17 @@ class SglangEngine:
             self._hold(tag, nbytes)
         self._whole = True
 
-    def _live(self, flags: dict[str, Any], built: "Future[Any]") -> None:
+    def _live(self, flags: dict[str, Any], architectures: Sequence[str], built: "Future[Any]") -> None:
         """Body of the thread that is SGLang's parent (rule 2)."""
         assert self._scratch is not None
         before = set(multiprocessing.active_children())
         try:
-            with failing_softly():
-                engine = _build(flags, self._scratch)
+            with process.failing_softly():
+                engine = process.build(flags, architectures, self._scratch)
         except BaseException as error:  # handed to whoever waits for the start
-            for process in set(multiprocessing.active_children()) - before:
-                process.kill()
-            built.set_exception(_start_error(error))
+            for started in set(multiprocessing.active_children()) - before:
+                started.kill()
+            built.set_exception(process.start_error(error))
             return
         built.set_result(engine)
         self._over.wait()
@@ -116,17 +119,17 @@ class SglangEngine:
             )
 
     async def _measure(self) -> dict[str, int]:
-        """Bytes that SGLang says it took on each GPU for its pool and its graphs."""
+        """Bytes that SGLang says it took for its pool and its graphs: it tells GiB on one GPU."""
         state = (await self._engine.tokenizer_manager.get_internal_state())[0]["memory_usage"]
-        graphs = sum(state["graph"].values()) if state["graph"] else 0.0
-        return {"kv_cache": int(state["kvcache"] * (1 << 30)), "graphs": int(graphs * (1 << 30))}
+        sizes = {"kv_cache": state["kvcache"], "graphs": sum((state["graph"] or {}).values())}
+        return {tag: self.config.tp * gib(size) for tag, size in sizes.items()}
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         self._whole, self.version = False, -1
         if engine is not None:
-            await asyncio.to_thread(_end, engine)
-            await _silence(engine.tokenizer_manager)
+            await asyncio.to_thread(process.end, engine)
+            await process.silence(engine)
             for flight in list(self._flights.values()):
                 flight.cancel()
         self._over.set()
@@ -142,8 +145,8 @@ class SglangEngine:
         return (os.getpid(), *children)
 
     def resident_bytes(self) -> dict[str, int]:
-        """On each GPU of the bundle. What a sleeping engine keeps (contexts, communicators) only the device can tell, so
-        `residue` is 0 here. Where SGLang cannot release (`releases`), a sleeping tag still counts."""
+        """On all GPUs of the bundle together. What a sleeping engine keeps (contexts, communicators) only the device can
+        tell, so `residue` is 0 here. Where SGLang cannot release (`releases`), a sleeping tag still counts."""
         gone = self._asleep if self.releases else set()
         return {tag: 0 if tag in gone else nbytes for tag, nbytes in self._sizes.items()} | {"residue": 0}
 
@@ -175,12 +178,11 @@ class SglangEngine:
 
     async def _fly(self, key: str, request: GenerateRequest) -> GenerateResult:
         """One request through SGLang. Never cancelled but by `close`: an abort is a message, and its answer is awaited."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
         from sglang.srt.managers.tokenizer_manager import RequestAbortedError
 
         if key in self._cut:
             return GenerateResult(status="aborted", reason="aborted before it began")
-        order = GenerateReqInput(
+        order = _orders().GenerateReqInput(
             rid=key,
             input_ids=list(request.input_ids),
             sampling_params=sampling(request),
@@ -188,7 +190,9 @@ class SglangEngine:
             logprob_start_len=-1,
         )
         try:
-            out = await anext(self._engine.tokenizer_manager.generate_request(order, None))
+            # Closed at once: until then the request counts as a reader of the weights, and an update would wait for it.
+            async with contextlib.aclosing(self._engine.tokenizer_manager.generate_request(order, None)) as answers:
+                out = await anext(answers)
         except RequestAbortedError:
             return GenerateResult(status="aborted", reason="aborted before it began")
         except Exception as error:  # SGLang refuses requests with errors of several unrelated kinds
@@ -238,8 +242,6 @@ class SglangEngine:
     # --- sleep and wake -------------------------------------------------------------------------------------
 
     async def sleep(self, tags: tuple[str, ...] = TAGS) -> None:
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
         async with self._control:
             self._demand_running("sleep")
             self._demand_idle("sleep")
@@ -251,20 +253,18 @@ class SglangEngine:
                 if "weights" in going:
                     self.version, self._whole = -1, False
                 self._asleep.update(going)
-                await self._tell("release", ReleaseMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in going]))
+                await self._tell("release", _orders().ReleaseMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in going]))
             for tag in going:
                 self._hold(tag, self.resident_bytes()[tag])
 
     async def wake(self, tags: tuple[str, ...] = TAGS) -> None:
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
         async with self._control:
             self._demand_running("wake")
             coming = [tag for tag in WAKE_ORDER if tag in tags and tag in self._asleep]
             if not coming:
                 return
             self._hold_all(coming)
-            await self._tell("resume", ResumeMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in coming]))
+            await self._tell("resume", _orders().ResumeMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in coming]))
             self._asleep.difference_update(coming)
 
     def _hold_all(self, tags: Sequence[str]) -> None:
@@ -303,23 +303,19 @@ class SglangEngine:
     async def update_weights_ipc(self, payloads: Sequence[bytes], version: int, manifest: Manifest | None = None) -> None:
         """Load from CUDA IPC handles (`weights.transports.export_ipc`), one payload for each rank, exported by a process on
         the same GPU, which must keep the tensors until this returns. `manifest`: then compare with this published copy."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
         if len(payloads) != self.config.tp:
             raise OperationFailed(f"{len(payloads)} payloads for {self.config.tp} ranks")
         async with self._updating():
-            order = UpdateWeightsFromTensorReqInput(serialized_named_tensors=list(payloads))
+            order = _orders().UpdateWeightsFromTensorReqInput(serialized_named_tensors=list(payloads))
             self._succeeded(await self._engine.tokenizer_manager.update_weights_from_tensor(order, None))
             await self._settle(version, manifest)
 
     async def join(self, address: str, port: int, first_rank: int, world: int, group: str, backend: str = "nccl") -> None:
         """Join the process group that a trainer opens with `weights.transports.open_group` as its rank 0; this engine's
         ranks are `first_rank` and up, of `world`."""
-        from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
-
         async with self._control:
             self._demand_running("join")
-            order = InitWeightsUpdateGroupReqInput(
+            order = _orders().InitWeightsUpdateGroupReqInput(
                 master_address=address, master_port=port, rank_offset=first_rank, world_size=world, group_name=group,
                 backend=backend,
             )  # fmt: skip
@@ -327,11 +323,9 @@ class SglangEngine:
 
     async def leave(self, group: str) -> None:
         """Give the process group up, and the memory that its communicator holds."""
-        from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
-
         async with self._control:
             self._demand_running("leave")
-            order = DestroyWeightsUpdateGroupReqInput(group_name=group)
+            order = _orders().DestroyWeightsUpdateGroupReqInput(group_name=group)
             self._succeeded(await self._engine.tokenizer_manager.destroy_weights_update_group(order, None))
 
     async def update_weights_broadcast(
@@ -339,10 +333,8 @@ class SglangEngine:
     ) -> None:
         """Receive `tensors` (names, dtypes and shapes count), in this order, as one flat broadcast from the group's rank 0
         (`weights.transports.broadcast`). `manifest`: then compare with this published copy."""
-        from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
-
         async with self._updating():
-            order = UpdateWeightsFromDistributedReqInput(
+            order = _orders().UpdateWeightsFromDistributedReqInput(
                 names=[entry.name for entry in tensors],
                 dtypes=[entry.dtype for entry in tensors],
                 shapes=[list(entry.shape) for entry in tensors],
@@ -391,12 +383,11 @@ class SglangEngine:
     async def _errand(self, what: Any, manifest: Manifest) -> list[child.Reply]:
         """Send every rank on an errand and collect the answers."""
         import torch
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
         errand = child.Errand(what=what, manifest=manifest, replies=str(self._scratch))
         named = [(child.send(errand), torch.zeros(1))]
-        order = UpdateWeightsFromTensorReqInput(
+        order = _orders().UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(named) for _ in range(self.config.tp)],
             load_format=child.DOOR,
             flush_cache=what == "load",
@@ -409,6 +400,13 @@ class SglangEngine:
         success, message = answer
         if not success:
             raise OperationFailed(f"SGLang refused: {message}")
+
+
+def _orders() -> Any:
+    """SGLang's messages."""
+    from sglang.srt.managers import io_struct
+
+    return io_struct
 
 
 # --- plain functions ------------------------------------------------------------------------------------------------
@@ -449,74 +447,3 @@ def _check(manifest: Manifest) -> None:
 
     for bucket in manifest.buckets:
         reader.read_bucket(bucket, verify=True)
-
-
-def _build(flags: dict[str, Any], scratch: Path) -> Any:
-    """The SGLang engine, in the calling thread."""
-    child.allow_known_architectures()
-    from sglang.srt.entrypoints.engine import Engine
-
-    class Offline(Engine):
-        run_scheduler_process_func = staticmethod(child.SCHEDULER)
-        run_detokenizer_process_func = staticmethod(child.DETOKENIZER)
-
-    # Read by the scheduler processes: they meet in a file, so no port is taken and nothing listens.
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/meeting"
-    return Offline(**flags)
-
-
-@contextlib.contextmanager
-def failing_softly() -> Iterator[None]:
-    """Within, the signal by which a failing child of SGLang ends its parent does nothing, so that an error can be raised.
-
-    Python sets signal handlers from the main thread only, which an actor's coroutines never run in; libc has no such rule.
-    """
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
-    ignore = 1  # SIG_IGN
-    before = libc.signal(signal.SIGQUIT, ignore)
-    try:
-        yield
-    finally:
-        libc.signal(signal.SIGQUIT, before)
-
-
-def _start_error(error: BaseException) -> BaseException:
-    return error if isinstance(error, WorldError) else OperationFailed(f"SGLang did not start: {error or type(error).__name__}")
-
-
-def _end(engine: Any) -> None:
-    """Kill SGLang's processes and wait until they are gone; remove what it left in the file system."""
-    import atexit
-
-    atexit.unregister(engine.shutdown)  # it would kill every child of this process, whoever's it is
-    if engine.tokenizer_manager._subprocess_watchdog is not None:
-        engine.tokenizer_manager._subprocess_watchdog.stop()
-    if engine.send_to_rpc is not None:
-        engine.send_to_rpc.close(linger=0)
-    pids = set(engine.get_all_child_pids())
-    processes = [process for process in multiprocessing.active_children() if process.pid in pids]
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
-    for name in vars(engine.port_args).values():
-        if isinstance(name, str) and name.startswith("ipc://"):
-            Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
-
-
-async def _silence(manager: Any) -> None:
-    """End the tasks of SGLang's tokenizer manager on this event loop, and close its sockets."""
-    tasks: list[asyncio.Task[Any]] = [task for task in manager.asyncio_tasks if not task.done()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    closers: list[Callable[..., None]] = [
-        socket.close
-        for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler)
-        if hasattr(socket, "close")
-    ]
-    for close in closers:
-        close(linger=0)

@@ -50,7 +50,7 @@ class Reply(Record, frozen=True, kw_only=True):
     rank: int
     error: str = ""
     seconds: float = 0.0
-    checksums: dict[str, int] = {}
+    checksums: dict[str, int] = msgspec.field(default_factory=dict)
     """For `fingerprint`: by name in the model folder; from rank 0 alone."""
 
 
@@ -60,12 +60,12 @@ def send(errand: Errand) -> str:
 
 def replies(errand: Errand, ranks: int) -> list[Reply]:
     """The answers of all ranks. Raises OperationFailed if one is missing or says that it failed."""
-    found = []
-    for rank in range(ranks):
-        file = _reply_file(errand, rank)
+    files = [_reply_file(errand, rank) for rank in range(ranks)]
+    for rank, file in enumerate(files):
         if not file.exists():
             raise OperationFailed(f"rank {rank} did not answer the errand {errand.what} for {errand.manifest}")
-        found.append(msgspec.json.decode(file.read_bytes(), type=Reply))
+    found = [msgspec.json.decode(file.read_bytes(), type=Reply) for file in files]
+    for file in files:
         file.unlink()
     for reply in found:
         if reply.error:
@@ -87,7 +87,7 @@ def run_errand(model: Any, named: list[tuple[str, Any]]) -> None:
     ((text, _),) = named
     errand = msgspec.json.decode(text, type=Errand)
     rank, began = get_tensor_model_parallel_rank(), time.perf_counter()
-    checksums: dict[str, int] = {}
+    checksums: dict[str, int] = msgspec.field(default_factory=dict)
     error = ""
     try:
         if errand.what == "load":
@@ -307,24 +307,28 @@ def forbid_multicast() -> None:
 
 
 def seed_each_request() -> None:
-    """Draw each token from its request's own seed and position.
+    """Draw each token from its request's own seed and its position in the sequence.
 
-    SGLang has the sampler for it, but hands it the seeds only together with its batch-invariant kernels, which cost a third
-    of the speed. Without those, the logits still depend on the batch in their last bits; the draws no longer do.
+    SGLang hands its sampler the seeds only together with batch-invariant kernels, which cost a third of the speed, and its
+    own keyed draw is compiled at the first token. Without those kernels the logits still depend on the batch in their last
+    bits; the draws no longer do.
     """
     import torch
+    from sglang.srt.layers import sampler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    from backends.ray_gpu.engines.draws import draw
 
     build = SamplingBatchInfo.from_schedule_batch.__func__  # type: ignore[attr-defined]
 
     def seeded(cls: type, batch: Any, vocab_size: int) -> Any:
         info = build(cls, batch, vocab_size)
-        if info.sampling_seed is None:
-            seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
-            info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device, non_blocking=True)
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device, non_blocking=True)
         return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(seeded)  # type: ignore[method-assign]
+    sampler.multinomial_with_seed = draw
 
 
 def stop_where_told() -> None:

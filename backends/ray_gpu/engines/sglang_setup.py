@@ -6,7 +6,7 @@ of `FORBIDDEN`: NVLink multicast can put all GPUs of a host out of service, for 
 
 import json
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,15 @@ def cuda_libraries() -> list[str]:
     """Folders with the CUDA libraries that came with torch as packages; empty where CUDA is installed otherwise."""
     folders = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/lib")
     return sorted(str(folder) for folder in folders if any(folder.glob("*.so*")))
+
+
+def other_models(sources: Path, architectures: Sequence[str]) -> str:
+    """Modules of SGLang's model folder that define none of `architectures`, for its SGLANG_DISABLED_MODEL_ARCHS: it imports
+    all of them otherwise, in each of its processes. Empty, which disables nothing, if no module defines one."""
+    wanted = [f"class {name}(" for name in architectures]
+    files = {file.stem: file.read_text(encoding="utf-8") for file in sorted(sources.glob("*.py"))}
+    needed = {name for name, text in files.items() if any(line in text for line in wanted)}
+    return ",".join(name for name in files if name not in needed) if needed else ""
 
 
 def launch_flags(config: EngineConfig) -> dict[str, Any]:
@@ -120,21 +129,17 @@ def check_model(config: EngineConfig) -> dict[str, Any]:
 
 
 def planned_bytes(config: EngineConfig) -> dict[str, int]:
-    """Bytes by tag that each GPU of the bundle will hold, as far as that is known before the start.
+    """Bytes by tag that the GPUs of the bundle will hold together, as far as that is known before the start.
 
-    Weights: the parameters' share, from the files' sizes. Pool: for each token a key and a value of every layer,
-    `2 x layers x KV heads on this GPU x head size` numbers.
+    Weights: what the files hold, in the engine's type. Pool: for each token a key and a value of every layer,
+    `2 x layers x KV heads x head size` numbers; KV heads fewer than GPUs are held several times.
     """
     model = check_model(config)
     size = BYTES_OF[config.dtype]
     stored = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
     stored_as = BYTES_OF.get(str(model.get("dtype") or model.get("torch_dtype") or "float32"), 4)
     heads = model["num_attention_heads"]
-    kv_heads = max(1, (model.get("num_key_value_heads") or heads) // config.tp)
+    kv_heads = max(config.tp, model.get("num_key_value_heads") or heads)
     head_size = model.get("head_dim") or model["hidden_size"] // heads
     per_token = 2 * model["num_hidden_layers"] * kv_heads * head_size * size
-    return {
-        "weights": stored * size // stored_as // config.tp,
-        "kv_cache": config.kv_tokens * per_token,
-        "graphs": 0,
-    }
+    return {"weights": stored * size // stored_as, "kv_cache": config.kv_tokens * per_token, "graphs": 0}

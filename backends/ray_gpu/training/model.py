@@ -12,6 +12,7 @@ import math
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -103,7 +104,24 @@ def build(arch: Architecture, place: Place, dtype: torch.dtype) -> Policy:
     )
     model.position_embedding_type = "rope"
     model.rotary_pos_emb = Rotary(arch.rope, arch.head_dim, place.device)
+    _mark_split(model)
     return model
+
+
+def _mark_split(model: Policy) -> None:
+    """Say which parameters are split over tensor-parallel ranks, as Megatron's initialisation would have.
+
+    Gradient norms count a parameter without the mark once, as a duplicate.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            axis = 0
+        elif isinstance(module, RowParallelLinear):
+            axis = 1
+        else:
+            continue
+        for param in module.parameters(recurse=False):
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, axis, 1
 
 
 def transformer_config(arch: Architecture, place: Place, dtype: torch.dtype) -> TransformerConfig:

@@ -7,9 +7,11 @@
 4. On the CPU the "device" is the tensors' own memory, which is really given back; the slabs are host memory.
 """
 
+import gc
 from collections.abc import Iterable
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor, UntypedStorage
 
 SLAB_BYTES = 64 << 20
@@ -119,11 +121,10 @@ def drop_caches() -> None:
     """Give back what torch and Megatron keep on the CUDA device for the next step.
 
     Each of these can pin a whole segment of device memory: cuBLAS workspaces of the forward and the backward thread,
-    and Megatron's buffer of gathered activations.
+    Megatron's buffer of gathered activations, and whatever only a reference cycle still holds.
     """
-    from megatron.core import parallel_state
-
     torch.cuda.synchronize()
+    gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     parallel_state.get_global_memory_buffer().buffer.clear()
     torch.cuda.empty_cache()

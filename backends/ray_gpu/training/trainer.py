@@ -11,7 +11,6 @@ The environment is the caller's: CUDA_VISIBLE_DEVICES must name one GPU, and wha
 this module is imported.
 """
 
-import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -78,7 +77,6 @@ class Trainer:
             torch.cuda.synchronize()
         for parking in self._parkings:
             parking.park()
-        gc.collect()
         if self.place.device.type == "cuda":
             offload.drop_caches()
 
@@ -170,7 +168,8 @@ class Trainer:
             del self.policy, self.reference, self._optimizer, self._schedule
             self._parkings = []
             self._built = False
-            gc.collect()
+            if self.place.device.type == "cuda":
+                offload.drop_caches()
         parallel.leave()
 
     def _load_model(self) -> model.Policy:

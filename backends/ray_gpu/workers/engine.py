@@ -3,13 +3,11 @@
 1. The gate is here, not only at the gateway: a request that comes while it is closed ends as `aborted`, so no late
    message makes the engine serve when it must not.
 2. Orders of an older epoch than the last one obeyed are refused; a doubled order succeeds and changes nothing.
-3. Orders are carried out one after another on an event loop of their own thread; requests run on the same loop.
+3. Orders are carried out one after another; requests run beside them on the same event loop.
 """
 
 import asyncio
-import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,12 +20,11 @@ from core import actions
 from core.errors import OperationFailed, TurnstileError
 from core.workload import settled
 
-T = TypeVar("T")
 ORDERS = actions.WakeEngine | actions.SyncEngine | actions.SleepEngine | actions.OpenGate
 
 
 class EngineWorker(Worker):
-    """A threaded Ray actor."""
+    """An async Ray actor."""
 
     def __init__(self, plan: CrewPlan, session: str, rank: int, port: int, budgets: dict[int, int]) -> None:
         super().__init__(plan, session, engine_name(rank))
@@ -35,34 +32,29 @@ class EngineWorker(Worker):
         self._port = port
         self._gpus = plan.job.spec.infer.bundle(rank)
         self._memory = DeviceMemory(plan, self.places, self.owner, self._gpus, budgets)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
         self._turn = asyncio.Lock()
         self._gate = False
         self._awake = False
         self._engine: Any = None
         self._requests: dict[str, asyncio.Future[GenerateResult]] = {}
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    async def live(self) -> None:  # type: ignore[override]
+        await asyncio.Event().wait()
 
-    def build(self) -> None:
+    async def build(self) -> None:
         """Load the model, then sleep. Raises OperationFailed, OutOfMemory or ConfigError."""
-        self._engine = make_engine(self.plan, self._gpus, self._port, self._memory)
-        self._run(self._build())
-
-    async def _build(self) -> None:
+        self._engine = await asyncio.to_thread(make_engine, self.plan, self._gpus, self._port, self._memory)
         await self._engine.start()
         self.record(*self._engine.pids())
         await self._engine.sleep()
 
     # --- orders ----------------------------------------------------------------------------------------
 
-    def obey(self, order: bytes) -> str | None:
+    async def obey(self, order: bytes) -> str | None:
         """Carry out an action of the scheduler; None, or why it did not happen."""
         action = msgspec.msgpack.decode(order, type=ORDERS)
         try:
-            self._run(self._obey(action))
+            await self._obey(action)
         except TurnstileError as error:
             return str(error)
         return None
@@ -125,9 +117,9 @@ class EngineWorker(Worker):
 
     # --- requests --------------------------------------------------------------------------------------
 
-    def generate(self, request: bytes) -> bytes:
-        """One request to its end; a `GenerateResult` with the version of the weights that served it."""
-        return msgspec.msgpack.encode(self._run(self._generate(msgspec.msgpack.decode(request, type=GenerateRequest))))
+    async def generate(self, packed: bytes) -> bytes:
+        """One request to its end: the version of the weights that served it, and a `GenerateResult`."""
+        return msgspec.msgpack.encode(await self._generate(msgspec.msgpack.decode(packed, type=GenerateRequest)))
 
     async def _generate(self, request: GenerateRequest) -> tuple[int, GenerateResult]:
         if not self._gate:
@@ -141,15 +133,15 @@ class EngineWorker(Worker):
         finally:
             del self._requests[request.id]
 
-    def cancel(self, request: str) -> None:
+    async def cancel(self, request: str) -> None:
         """Nobody waits for this request any more."""
         task = self._requests.get(request)
         if task is not None:
-            self._loop.call_soon_threadsafe(task.cancel)
+            task.cancel()
 
-    def fingerprint(self) -> dict[str, int]:
+    async def fingerprint(self) -> dict[str, int]:
         """Checksums of the parameters as loaded, by name."""
-        return self._run(self._engine.fingerprint())
+        return await self._engine.fingerprint()
 
 
 def make_engine(plan: CrewPlan, gpus: tuple[int, ...], port: int, memory: DeviceMemory) -> Any:
@@ -165,6 +157,6 @@ def make_engine(plan: CrewPlan, gpus: tuple[int, ...], port: int, memory: Device
         from backends.ray_gpu.engines.hf import HFEngine
 
         return HFEngine(config, memory.hold)
-    from backends.ray_gpu.engines.sglang import SGLangEngine
+    from backends.ray_gpu.engines.sglang import SglangEngine
 
-    return SGLangEngine(config, memory.hold)
+    return SglangEngine(config, memory.hold)

@@ -1,0 +1,120 @@
+"""SGLang's processes, seen from the one that holds them: built, listened to, ended. See `sglang` for why each is done.
+
+SGLang 0.5.17 is what these functions know: they reach for a few of its private names, all of them here and in
+`sglang_child`, none elsewhere.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import importlib.util
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from backends.ray_gpu.engines import sglang_child as child
+from backends.ray_gpu.engines.sglang_setup import other_models
+from core.errors import ConfigError, OperationFailed, TurnstileError
+
+SNAPSHOTS = Path("/dev/shm")
+
+
+def build(flags: dict[str, Any], architectures: Sequence[str], scratch: Path) -> Any:
+    """The SGLang engine, in the calling thread."""
+    # Before the import, here and in the children, which inherit it.
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = other_models(_model_sources(), architectures)
+    child.allow_known_architectures()
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Offline(Engine):
+        run_scheduler_process_func = staticmethod(child.SCHEDULER)
+        run_detokenizer_process_func = staticmethod(child.DETOKENIZER)
+
+    # Read by the scheduler processes: they meet in a file, so no port is taken and nothing listens.
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/meeting"
+    return Offline(**flags)
+
+
+def _model_sources() -> Path:
+    """SGLang's folder of models, found without importing it."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("--engine sglang", "the package sglang is not installed", 'pip install "turnstile[ray_gpu]"')
+    return Path(found.submodule_search_locations[0]) / "srt" / "models"
+
+
+@contextlib.contextmanager
+def failing_softly() -> Iterator[None]:
+    """Within, the signal by which a failing child of SGLang ends its parent does nothing, so that an error can be raised.
+
+    Python sets signal handlers from the main thread only, which an actor's coroutines never run in; libc has no such rule.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    ignore = 1  # SIG_IGN
+    before = libc.signal(signal.SIGQUIT, ignore)
+    try:
+        yield
+    finally:
+        libc.signal(signal.SIGQUIT, before)
+
+
+def start_error(error: BaseException) -> BaseException:
+    return error if isinstance(error, TurnstileError) else OperationFailed(f"SGLang did not start: {error or type(error).__name__}")
+
+
+def listen(engine: Any) -> None:
+    """Receive SGLang's answers on this event loop. Its own way of starting that installs signal handlers with it."""
+    manager, loop = engine.tokenizer_manager, asyncio.get_running_loop()
+    manager.event_loop = loop
+    listener = loop.create_task(manager.handle_loop(), name="sglang answers")
+    listener.add_done_callback(_end_process_if_failed)
+    manager.asyncio_tasks.add(listener)
+
+
+def _end_process_if_failed(listener: "asyncio.Task[None]") -> None:
+    """Nobody would get an answer any more: end as for any other failure of SGLang (rule 1)."""
+    if not listener.cancelled() and listener.exception() is not None:
+        listener.get_loop().call_exception_handler({"message": "SGLang's answers stopped", "exception": listener.exception()})
+        os.kill(os.getpid(), signal.SIGQUIT)
+
+
+def forget_load_snapshots(engine: Any) -> None:
+    """Remove the file in which its processes tell each other their load. They have it mapped by now; after a kill nobody
+    would remove it."""
+    for file in SNAPSHOTS.glob(f"sglang_loads_{engine.port_args.instance_id}_*"):
+        file.unlink(missing_ok=True)
+
+
+def end(engine: Any) -> None:
+    """Kill SGLang's processes and wait until they are gone; remove what it left in the file system."""
+    atexit.unregister(engine.shutdown)  # it would kill every child of this process, whoever's it is
+    if engine.tokenizer_manager._subprocess_watchdog is not None:
+        engine.tokenizer_manager._subprocess_watchdog.stop()
+    if engine.send_to_rpc is not None:
+        engine.send_to_rpc.close(linger=0)
+    pids = set(engine.get_all_child_pids())
+    processes = [process for process in multiprocessing.active_children() if process.pid in pids]
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    for name in vars(engine.port_args).values():
+        if isinstance(name, str) and name.startswith("ipc://"):
+            Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+async def silence(engine: Any) -> None:
+    """End the tasks of SGLang's tokenizer manager on this event loop, and close its sockets."""
+    manager = engine.tokenizer_manager
+    tasks: list[asyncio.Task[Any]] = [task for task in manager.asyncio_tasks if not task.done()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler):
+        if hasattr(socket, "close"):
+            socket.close(linger=0)
