@@ -69,8 +69,6 @@ def _replan(state: State) -> None:
     if state.regions.generation != state.ledger.mapping_generation:
         state.regions = Regions(state.ledger)
     made = plan(state.ledger, state.regions, state.dirty, state.dirty_gpus | state.ledger.unpromised)
-    for book in state.dirty:
-        state.unmet.pop(book, None)  # unless the plan, which has looked at all of its engines, says so again
     state.dirty, state.dirty_gpus, state.replan = {}, {}, False
     _promise(state, made)
     state.ledger.unpromised.clear()

@@ -402,6 +402,23 @@ async def test_resident_bytes_are_those_of_the_tensors_that_exist(request, famil
         assert engine.resident_bytes() == awake | residue
 
 
+def anonymous_bytes() -> int:
+    """Memory of this process that is backed by no file (proc(5), `RssAnon`)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@on_a_loop
+async def test_sleeping_gives_the_memory_back_to_the_system(llama: str) -> None:
+    tokens = 100_000
+    nbytes = tokens * KV_BYTES // KV_TOKENS
+    async with running(llama, kv_tokens=tokens) as engine:
+        engine._pool._tensor.fill_(1.0)
+        awake = anonymous_bytes()
+        await engine.sleep()
+        assert awake - anonymous_bytes() > 0.9 * nbytes > 40e6
+
+
 @on_a_loop
 async def test_every_byte_is_announced_before_it_is_taken_and_given_back(llama: str) -> None:
     held: dict[str, int] = {}
