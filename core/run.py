@@ -222,10 +222,16 @@ class _Run:
             "demand": str(self._scenario.demand),
             "seed": self._scenario.seed,
             "outcome": result.outcome,
-            **self._accounting.figures(self._end_ns),
+            **self._figures(),
             "violations": [
                 {"rule": v.rule, "at_s": v.at_ns / 1e9, "detail": v.detail} for v in self._monitor.violations
             ],
             "diagnosis": result.diagnosis,
         }
         return result
+
+    def _figures(self) -> dict[str, Any]:
+        """Of this run: a shared control plane's log tells of other runs' pipelines, too."""
+        figures = self._accounting.figures(self._end_ns)
+        own = {job.spec.id: None for job in self._scenario.jobs}
+        return {**figures, "pipelines": [one for one in figures["pipelines"] if one["id"] in own]}

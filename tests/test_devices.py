@@ -1,9 +1,10 @@
-"""Cards as NVML shows them, the map from logical GPUs to cards, and whose memory is whose; on a fake driver, and on a real
-one where there is one (marked `gpu`)."""
+"""Cards as NVML shows them, the map from logical GPUs to cards, and whose memory is whose; on a fake driver, and on a
+real one where there is one (marked `gpu`)."""
 
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from backends.ray_gpu.devices.attribution import Tenant, leftovers, readings, split_card, unnamed
 from backends.ray_gpu.devices.cuda_map import CudaMap, LogicalGpu, parse_devices, prove, visible_cards
+from backends.ray_gpu.devices.gpu_watch import FRESH_S, GpuWatch
 from backends.ray_gpu.devices.nvml import Card, Nvml, ProcessMemory
 from core.errors import ConfigError, OperationFailed
 from core.units import gib
@@ -252,7 +254,9 @@ def test_an_engine_over_two_cards_is_held_against_each_of_its_gpus():
 
 
 def test_what_is_left_after_a_run_is_told_by_card():
-    assert leftovers([card(0, used=5), card(1, used=5)], [card(0, used=9), card(1, used=60)], tolerance=10) == {"GPU-1": 55}
+    assert leftovers([card(0, used=5), card(1, used=5)], [card(0, used=9), card(1, used=60)], tolerance=10) == {
+        "GPU-1": 55
+    }
 
 
 TENANTS = st.lists(st.tuples(st.sampled_from((0, 1)), st.sets(st.integers(1, 30), max_size=4)), max_size=4)
@@ -303,11 +307,81 @@ def test_nothing_is_called_free_that_is_not(drawn, processes, extra, hide):
 
 
 def test_the_rooms_import_nothing_heavy():
-    modules = ("nvml", "cuda_map", "attribution")
+    modules = ("nvml", "cuda_map", "attribution", "gpu_watch")
     code = "; ".join(f"import backends.ray_gpu.devices.{name}" for name in modules)
     code += "; import sys; print(sorted({'torch', 'pynvml', 'ray'} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+# --- the watch ----------------------------------------------------------------------------------------------
+
+
+def watch(cards, records, budgets=None, devices=(0, 0)):
+    nvml = FakeNvml(cards)
+    return GpuWatch(lambda: records, budgets or {0: 50, 1: 50}, devices, Nvml(nvml)), nvml
+
+
+def test_a_workers_children_count_for_it_without_being_recorded():
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+        watching, nvml = watch([(100, 0, 0, [])], {"p1/engine-0": ((os.getpid(),), (1,))})
+        nvml.cards[0] = (100, 30, 0, [(child.pid, 30)])
+        time.sleep(2 * FRESH_S)
+        assert watching.used_by(1) == {"p1/engine-0": 30}
+        assert (watching.free(0), watching.free(1)) == (50, 20)
+        assert "GPU-00-card, read by process" in watching.describe()[1]
+        child.stdin.close()
+
+
+def test_a_foreign_process_is_told_of_and_not_counted_as_anybodys():
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as stranger:
+        watching, _ = watch([(100, 80, 0, [(stranger.pid, 80)])], {})
+        assert watching.used_by(0) == {}
+        assert watching.free(0) == 20
+        assert "1 foreign processes on it" in watching.describe()[0]
+        stranger.stdin.close()
+
+
+def test_pids_of_another_namespace_make_the_watch_read_totals_and_say_so():
+    watching, nvml = watch([(100, 0, 0, [])], {"p1/engine-0": ((os.getpid(),), (1,))})
+    nvml.cards[0] = (100, 70, 0, [(2**22 + 1, 70)])  # above pid_max: no process can have this pid
+    time.sleep(2 * FRESH_S)
+    assert watching.free(0) == watching.free(1) == 30
+    assert (
+        "read by the card's total, because the driver names processes that do not exist here" in watching.describe()[1]
+    )
+    assert watching.used_by(1) == {"": 20}
+
+
+def test_a_driver_that_names_nobody_makes_the_watch_read_totals():
+    big = 10 * GIB
+    watching, nvml = watch([(big, 0, 0, [])], {"w": ((os.getpid(),), (0,))}, {0: big // 2, 1: big // 2})
+    assert "read by process" in watching.describe()[0]  # nothing is there yet, so nothing is hidden
+    nvml.cards[0] = (big, 7 * GIB, 0, [])
+    time.sleep(2 * FRESH_S)
+    assert "because the driver names no processes" in watching.describe()[0]
+    assert watching.free(1) == 3 * GIB
+
+
+def test_memory_of_a_killed_worker_counts_until_the_driver_has_it_back():
+    watching, nvml = watch([(100, 4, 0, [])], {})
+    assert watching.free(0) == 50  # what was there at the start is the driver's own
+    nvml.cards[0] = (100, 44, 0, [])
+    time.sleep(2 * FRESH_S)
+    assert watching.free(0) == 10
+    assert watching.used_by(0) == {"": 40}
+
+
+@pytest.mark.parametrize(
+    ("budgets", "devices", "says"),
+    [
+        ({0: 50, 1: 50}, (0, 7), "card 7 is not on this node; there are cards 0"),
+        ({0: 60, 1: 50}, (0, 0), "do not fit on card 0"),
+    ],
+)
+def test_logical_gpus_that_cannot_be_placed_are_refused(budgets, devices, says):
+    with pytest.raises(ConfigError, match=says):
+        watch([(100, 0, 0, [])], {}, budgets, devices)
 
 
 # --- on a real driver ---------------------------------------------------------------------------------------

@@ -410,13 +410,13 @@ def anonymous_bytes() -> int:
 
 @on_a_loop
 async def test_sleeping_gives_the_memory_back_to_the_system(llama: str) -> None:
-    tokens = 100_000
+    tokens = 250_000
     nbytes = tokens * KV_BYTES // KV_TOKENS
     async with running(llama, kv_tokens=tokens) as engine:
         engine._pool._tensor.fill_(1.0)
         awake = anonymous_bytes()
         await engine.sleep()
-        assert awake - anonymous_bytes() > 0.9 * nbytes > 40e6
+        assert awake - anonymous_bytes() > 0.9 * nbytes
 
 
 @on_a_loop

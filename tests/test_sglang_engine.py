@@ -1,5 +1,5 @@
-"""The SGLang engine: what it decides by itself, on a stand-in for SGLang that dies of the same mistakes; and the real thing,
-on CPU or GPU, where the package is installed (marked `sglang`, and `gpu` for what only a GPU has)."""
+"""The SGLang engine: what it decides by itself, on a stand-in for SGLang that dies of the same mistakes; and the real
+thing, on CPU or GPU, where the package is installed (marked `sglang`, and `gpu` for what only a GPU has)."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,9 @@ def ask(text=(5, 6, 7), **changes):
 
 
 def manifest(*names, version=1):
-    tensors = tuple(TensorEntry(name=n, dtype="float32", shape=(1,), offset=64 * i, nbytes=4) for i, n in enumerate(names))
+    tensors = tuple(
+        TensorEntry(name=n, dtype="float32", shape=(1,), offset=64 * i, nbytes=4) for i, n in enumerate(names)
+    )
     return Manifest(
         pipeline="p", version=version, buckets=(Bucket(file="/nowhere", nbytes=64, checksum=0, tensors=tensors),)
     )
@@ -260,9 +262,11 @@ def test_neighbouring_keys_give_unrelated_numbers():
     from backends.ray_gpu.engines.draws import uniform
 
     numbers = uniform(torch.arange(64), torch.zeros(64, dtype=torch.int64), 256)
-    assert 0 < numbers.min() and numbers.max() < 1
+    assert numbers.min() > 0 and numbers.max() < 1
     for axis in (0, 1):
-        near = torch.corrcoef(torch.stack([numbers.narrow(axis, 0, 63).flatten(), numbers.narrow(axis, 1, 63).flatten()]))
+        near = torch.corrcoef(
+            torch.stack([numbers.narrow(axis, 0, 63).flatten(), numbers.narrow(axis, 1, 63).flatten()])
+        )
         assert abs(near[0, 1]) < 0.03
 
 
@@ -453,7 +457,7 @@ def test_sleep_and_wake_go_by_tag_and_twice_is_once(stand_in):
 def test_a_scheduler_that_is_not_idle_is_never_asked_to_release(stand_in):
     engine, manager, _ = stand_in
     manager.idle = False
-    with pytest.raises(OperationFailed, match="was not idle within 10.0 s: busy"):
+    with pytest.raises(OperationFailed, match=r"was not idle within 10\.0 s: busy"):
         asyncio.run(engine.sleep())
     assert manager.told == ["flush"]
     assert engine.version == 4
@@ -593,7 +597,7 @@ def live(tmp_path_factory):
         pytest.skip("the package sglang is not installed")
     folder = tmp_path_factory.mktemp("sglang")
     model = make_model(folder / "model")
-    os.environ |= environment(DEVICE, inherited=os.environ)
+    os.environ |= environment(DEVICE)
     config = EngineConfig(
         model=str(folder / "model"), kv_tokens=20_000, max_running=64, device=DEVICE, dtype=DTYPE, seed=1
     )
@@ -767,7 +771,8 @@ def test_a_real_engine_sleeps_wakes_and_serves_again_after_an_update(live):
         run(engine.update_weights(published, 21, verify=False))
         run(engine.wake(TAGS))
         woken = time.perf_counter()
-        print(f"\nsleep {asleep - began:.3f} s, wake and load {woken - asleep:.3f} s of which load {engine.load_seconds:.4f} s")
+        load = f"{engine.load_seconds:.4f}"
+        print(f"\nsleep {asleep - began:.3f} s, wake and load {woken - asleep:.3f} s (load {load})")
         after = run(outputs(engine, temperature=0.0))
         assert [(r.token_ids, r.logprobs) for r in after] == [(r.token_ids, r.logprobs) for r in before]
 
@@ -823,13 +828,14 @@ def test_no_process_of_a_real_engine_listens_beyond_loopback(live):
     inodes = {
         os.readlink(fd) for pid in engine.pids()[1:] for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()
     }
-    open_to_all = [
+    addresses = [
         line.split()[1]
         for table in ("tcp", "tcp6")
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes
     ]
-    assert [address for address in open_to_all if not address.startswith(("0100007F", "0000000000000000FFFF00000100007F"))] == []
+    loopback = ("0100007F", "0000000000000000FFFF00000100007F")
+    assert [address for address in addresses if not address.startswith(loopback)] == []
 
 
 SERVE = """
@@ -838,7 +844,8 @@ from backends.ray_gpu.engines.base import EngineConfig
 from backends.ray_gpu.engines.sglang import SglangEngine
 
 async def main():
-    engine = SglangEngine(EngineConfig(model=sys.argv[1], kv_tokens=4000, max_running=8, device=sys.argv[2], dtype=sys.argv[3]))
+    model, device, dtype = sys.argv[1:]
+    engine = SglangEngine(EngineConfig(model=model, kv_tokens=4000, max_running=8, device=device, dtype=dtype))
     await engine.start()
     print(*engine.pids(), flush=True)
     await asyncio.sleep(600)
@@ -919,7 +926,9 @@ def test_a_sleeping_engine_gives_its_memory_back_to_the_card(live):
         run(engine.update_weights(published, 51, verify=True))
         run(engine.wake())
         again = used()
-    print(f"\nbytes by our pids, on all cards: awake {awake}, asleep {asleep}, again {again}; {engine.resident_bytes()}")
+    print(
+        f"\nbytes by our pids, on all cards: awake {awake}, asleep {asleep}, again {again}; {engine.resident_bytes()}"
+    )
     resident = sum(engine.resident_bytes().values())
     assert awake[1] - asleep[1] >= 0.9 * resident
     assert abs(again[1] - awake[1]) < 64 << 20

@@ -2,14 +2,14 @@
 
 Two ways, and the result says which one was used, with the reason:
 
-process  the driver names the processes on the card and what each holds, and every process of ours that is known to have a
-         context there is among them. Then each byte belongs to one of our logical GPUs, to a foreign process, or to nobody
-         that is named (the driver's own, and what a process that just died has not given back yet).
-card     pids are hidden (a container with a pid namespace of its own) or amounts are. Then only the card's totals count:
-         what is free on a logical GPU is what is free on its card, at most its budget.
+process  the driver names the processes on the card and what each holds, and every process of ours that is known to
+         have a context there is among them. Then each byte belongs to one of our logical GPUs, to a foreign process,
+         or to nobody that is named (the driver's own, and what a process that just died has not given back yet).
+card     pids are hidden (a container with a pid namespace of its own) or amounts are. Then only the card's totals
+         count: what is free on a logical GPU is what is free on its card, at most its budget.
 
-Memory that nobody is named for, beyond what was there at the start (`baseline`), counts against every logical GPU of its
-card: until it is gone, nobody may start there. Plain functions of plain data.
+Memory that nobody is named for, beyond what was there at the start (`baseline`), counts against every logical GPU of
+its card: until it is gone, nobody may start there. Plain functions of plain data.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,19 +65,27 @@ class Split(Record, frozen=True, kw_only=True):
 
 
 def readings(
-    world: CudaMap, cards: Iterable[Card], tenants: Sequence[Tenant], baseline: Mapping[str, int] | None = None
+    world: CudaMap,
+    cards: Iterable[Card],
+    tenants: Sequence[Tenant],
+    baseline: Mapping[str, int] | None = None,
+    blind: Mapping[str, str] | None = None,
 ) -> tuple[Reading, ...]:
-    """A reading of every logical GPU, by id. `baseline`: bytes by card UUID that nobody was named for at the start."""
+    """A reading of every logical GPU, by id. `baseline`: bytes by card UUID that nobody was named for at the start.
+    `blind`: by card UUID, why it cannot be read process by process, where the caller knows that it cannot."""
     seen = {card.uuid: card for card in cards}
     found: list[Reading] = []
     for uuid in sorted({gpu.uuid for gpu in world.gpus}):
         gpus, card = world.on_card(uuid), seen.get(uuid)
         if card is None:
             reason = f"the card {uuid} is not there any more"
-            found += [Reading(gpu=gpu.id, budget=gpu.budget, used=gpu.budget, free=0, method="card", reason=reason) for gpu in gpus]
+            found += [
+                Reading(gpu=gpu.id, budget=gpu.budget, used=gpu.budget, free=0, method="card", reason=reason)
+                for gpu in gpus
+            ]
             continue
         here = [tenant for tenant in tenants if any(gpu.id in tenant.gpus for gpu in gpus)]
-        reason = hidden(card, gpus, here)
+        reason = (blind or {}).get(uuid, "") or hidden(card, gpus, here)
         split = split_card(card, gpus, here)
         unexplained = max(0, split.nobody - (baseline or {}).get(uuid, 0))
         read = _by_card if reason else _by_process
@@ -102,7 +110,7 @@ def hidden(card: Card, gpus: Sequence[LogicalGpu], tenants: Sequence[Tenant]) ->
 
 
 def split_card(card: Card, gpus: Sequence[LogicalGpu], tenants: Sequence[Tenant]) -> Split:
-    """Every byte used on `card` to whom it belongs. A process of a tenant with several logical GPUs here goes to the first."""
+    """Every byte used on `card` to whom it belongs. A tenant with several logical GPUs here has all at the first."""
     ids = [gpu.id for gpu in gpus]
     ours = {pid: tenant for tenant in tenants for pid in tenant.pids}
     held: dict[int, dict[str, int]] = {gpu: {} for gpu in ids}

@@ -4,9 +4,9 @@
     --devices 0,0     two logical GPUs on one card, each with half of its memory as its budget
     --devices 0@60,0@80,GPU-5f3b...   budgets in GiB; a card by the beginning of its UUID
 
-Numbers count the cards that are visible here: those of CUDA_VISIBLE_DEVICES if it is set, else all, in PCI order. A worker is
-pointed at its cards by UUID and then asked for the UUID that CUDA gives it (`prove`), because indices mean different cards
-to different programs (CUDA_DEVICE_ORDER, containers, MIG).
+Numbers count the cards that are visible here: those of CUDA_VISIBLE_DEVICES if it is set, else all, in PCI order. A
+worker is pointed at its cards by UUID and then asked for the UUID that CUDA gives it (`prove`), because indices mean
+different cards to different programs (CUDA_DEVICE_ORDER, containers, MIG).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +61,8 @@ class CudaMap(Record, frozen=True, kw_only=True):
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(uuids),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # Ray would hide all cards from an actor without num_gpus
+            # Ray would hide all cards from an actor without num_gpus.
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         }
 
     def __str__(self) -> str:
@@ -71,7 +72,7 @@ class CudaMap(Record, frozen=True, kw_only=True):
 
 
 def visible_cards(cards: Sequence[Card], visible: str | None) -> tuple[Card, ...]:
-    """The cards that a CUDA program started here would see, in its order. `visible`: CUDA_VISIBLE_DEVICES, None if unset.
+    """The cards that a CUDA program started here would see, in its order. `visible`: CUDA_VISIBLE_DEVICES, or None.
 
     As CUDA does, an entry that names no card ends the list.
     """
@@ -95,7 +96,9 @@ def parse_devices(text: str, cards: Sequence[Card], first: int = 0) -> CudaMap:
         raise ConfigError(WHERE, "no NVIDIA card is visible here", "see CUDA_VISIBLE_DEVICES, or use --device cpu")
     entries = text.split(",") if text.strip() else [str(index) for index in range(len(cards))]
     asked = [_entry(entry.strip(), cards) for entry in entries]
-    shares = {card.uuid: _share(card, [budget for other, budget in asked if other.uuid == card.uuid]) for card, _ in asked}
+    shares = {
+        card.uuid: _share(card, [budget for other, budget in asked if other.uuid == card.uuid]) for card, _ in asked
+    }
     return CudaMap(
         gpus=tuple(
             LogicalGpu(id=first + at, uuid=card.uuid, index=card.index, budget=budget or shares[card.uuid])
@@ -105,8 +108,8 @@ def parse_devices(text: str, cards: Sequence[Card], first: int = 0) -> CudaMap:
 
 
 def prove(world: CudaMap, seen: Mapping[int, str]) -> None:
-    """Raise OperationFailed unless each logical GPU's worker sees the card it was pointed at. `seen`: by logical GPU, the
-    UUID that CUDA gave the worker (`cuda_uuids`)."""
+    """Raise OperationFailed unless each logical GPU's worker sees the card it was pointed at. `seen`: by logical GPU,
+    the UUID that CUDA gave the worker (`cuda_uuids`)."""
     for gpu, uuid in sorted(seen.items()):
         if world[gpu].uuid != uuid:
             raise OperationFailed(f"a worker for GPU {gpu} runs on the card {uuid}, not on {world[gpu].uuid}")

@@ -6,8 +6,8 @@ Rules of this room:
 2. A look is plain data (`Card`); what it means for our logical GPUs is decided in `attribution`, without NVML.
 3. What the driver does not say stays unknown (`None`), and is never taken for 0.
 
-The package (`nvidia-ml-py`, imported as `pynvml`) is imported when the library is opened, so that machines without NVIDIA
-cards can import this module. Reference: NVML API, "Device Queries", nvmlDeviceGetMemoryInfo_v2 and
+The package (`nvidia-ml-py`, imported as `pynvml`) is imported when the library is opened, so that machines without
+NVIDIA cards can import this module. Reference: NVML API, "Device Queries", nvmlDeviceGetMemoryInfo_v2 and
 nvmlDeviceGetComputeRunningProcesses_v3.
 """
 
@@ -56,7 +56,9 @@ class Nvml:
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
-            raise ConfigError("--device cuda", f"NVML does not work here: {error}", "is the NVIDIA driver running?") from error
+            raise ConfigError(
+                "--device cuda", f"NVML does not work here: {error}", "is the NVIDIA driver running?"
+            ) from error
 
     def close(self) -> None:
         self._nvml.nvmlShutdown()
@@ -88,7 +90,7 @@ class Nvml:
         )
 
     def _memory(self, handle: Any) -> tuple[Any, int]:
-        """Version 2 tells what the driver reserves apart from what programs use; drivers before 510 have version 1 only."""
+        """Version 2 tells apart what the driver reserves and what programs use; drivers before 510 lack it."""
         nvml = self._nvml
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -97,7 +99,7 @@ class Nvml:
         return memory, memory.reserved
 
     def _processes(self, handle: Any) -> tuple[ProcessMemory, ...]:
-        """Compute and graphics contexts; a process that has both is listed with the larger figure, which covers both."""
+        """Compute and graphics contexts; a process with both is listed with the larger figure, which covers them."""
         nvml, found = self._nvml, dict[int, int | None]()
         for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
             try:
@@ -123,6 +125,8 @@ def _import() -> Any:
         import pynvml
     except ModuleNotFoundError as missing:
         raise ConfigError(
-            "--device cuda", "the package nvidia-ml-py is not installed", 'install it with: pip install "turnstile[ray_gpu]"'
+            "--device cuda",
+            "the package nvidia-ml-py is not installed",
+            'install it with: pip install "turnstile[ray_gpu]"',
         ) from missing
     return pynvml

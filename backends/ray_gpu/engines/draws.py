@@ -2,8 +2,8 @@
 
 The Gumbel-max trick: `argmax(logprob + gumbel)` is a draw from the distribution (Gumbel 1954; Maddison, Tarlow, Minka,
 "A* Sampling", 2014, section 2). The noise of each (seed, position, token) is a hash of the three, the finaliser of
-SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014), so there is no generator whose state
-depends on what else is in the batch. Integer arithmetic only, up to the uniform number: the same on every device.
+SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014), so there is no generator whose
+state depends on what else is in the batch. Integer arithmetic only, up to the uniform number: the same on every device.
 """
 
 import torch

@@ -2,12 +2,12 @@
 
 Rules of this room, beside those of `base`:
 
-1. SGLang ends the process that holds it whenever one of its children fails. So each engine has an actor to itself, and the
-   death of that actor is how a failure while serving shows. A failure to start is raised instead.
-2. SGLang is built in a thread that lives as long as the engine, because its children ask the kernel to be killed when the
-   thread that started them ends. Everything else happens on the caller's event loop.
-3. SGLang kills itself when memory is released while it is busy, or when a tag is released or taken back twice. Which tags
-   sleep is known here, and idleness is confirmed by its scheduler before every release.
+1. SGLang ends the process that holds it whenever one of its children fails. So each engine has an actor to itself, and
+   the death of that actor is how a failure while serving shows. A failure to start is raised instead.
+2. SGLang is built in a thread that lives as long as the engine, because its children ask the kernel to be killed when
+   the thread that started them ends. Everything else happens on the caller's event loop.
+3. SGLang kills itself when memory is released while it is busy, or when a tag is released or taken back twice. Which
+   tags sleep is known here, and idleness is confirmed by its scheduler before every release.
 4. The size of the KV pool is `kv_tokens` exactly. SGLang's memory fraction is only the ceiling it is checked against.
 5. Nothing listens: children meet through files and Unix sockets in a directory of the engine's own.
 
@@ -115,7 +115,7 @@ class SglangEngine:
         tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
         if tokens < self.config.kv_tokens:
             raise OperationFailed(
-                f"the GPU had room for a KV pool of {tokens} tokens when the engine started, not {self.config.kv_tokens}"
+                f"when the engine started, the GPU had room for {tokens} tokens, not for {self.config.kv_tokens}"
             )
 
     async def _measure(self) -> dict[str, int]:
@@ -145,8 +145,8 @@ class SglangEngine:
         return (os.getpid(), *children)
 
     def resident_bytes(self) -> dict[str, int]:
-        """On all GPUs of the bundle together. What a sleeping engine keeps (contexts, communicators) only the device can
-        tell, so `residue` is 0 here. Where SGLang cannot release (`releases`), a sleeping tag still counts."""
+        """On all GPUs of the bundle together. What a sleeping engine keeps (contexts, communicators) only the device
+        can tell, so `residue` is 0 here. Where SGLang cannot release (`releases`), a sleeping tag still counts."""
         gone = self._asleep if self.releases else set()
         return {tag: 0 if tag in gone else nbytes for tag, nbytes in self._sizes.items()} | {"residue": 0}
 
@@ -177,7 +177,7 @@ class SglangEngine:
         return "" if self._whole else "the weights are not whole: they need an update"
 
     async def _fly(self, key: str, request: GenerateRequest) -> GenerateResult:
-        """One request through SGLang. Never cancelled but by `close`: an abort is a message, and its answer is awaited."""
+        """One request through SGLang. Only `close` cancels it: an abort is a message, and its answer is awaited."""
         from sglang.srt.managers.tokenizer_manager import RequestAbortedError
 
         if key in self._cut:
@@ -253,7 +253,9 @@ class SglangEngine:
                 if "weights" in going:
                     self.version, self._whole = -1, False
                 self._asleep.update(going)
-                await self._tell("release", _orders().ReleaseMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in going]))
+                await self._tell(
+                    "release", _orders().ReleaseMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in going])
+                )
             for tag in going:
                 self._hold(tag, self.resident_bytes()[tag])
 
@@ -264,7 +266,9 @@ class SglangEngine:
             if not coming:
                 return
             self._hold_all(coming)
-            await self._tell("resume", _orders().ResumeMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in coming]))
+            await self._tell(
+                "resume", _orders().ResumeMemoryOccupationReqInput(tags=[SGLANG_TAGS[tag] for tag in coming])
+            )
             self._asleep.difference_update(coming)
 
     def _hold_all(self, tags: Sequence[str]) -> None:
@@ -286,7 +290,9 @@ class SglangEngine:
 
     def _demand_idle(self, verb: str) -> None:
         if self._flights:
-            raise OperationFailed(f"cannot {verb}: {len(self._flights)} requests are in flight; abort or drain them first")
+            raise OperationFailed(
+                f"cannot {verb}: {len(self._flights)} requests are in flight; abort or drain them first"
+            )
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -300,9 +306,12 @@ class SglangEngine:
                 await self._compare(manifest)
             self.version = version
 
-    async def update_weights_ipc(self, payloads: Sequence[bytes], version: int, manifest: Manifest | None = None) -> None:
-        """Load from CUDA IPC handles (`weights.transports.export_ipc`), one payload for each rank, exported by a process on
-        the same GPU, which must keep the tensors until this returns. `manifest`: then compare with this published copy."""
+    async def update_weights_ipc(
+        self, payloads: Sequence[bytes], version: int, manifest: Manifest | None = None
+    ) -> None:
+        """Load from CUDA IPC handles (`weights.transports.export_ipc`), a payload for each rank, exported by a process
+        on the same GPU, which must keep the tensors until this returns. `manifest`: then compare with this published
+        copy."""
         if len(payloads) != self.config.tp:
             raise OperationFailed(f"{len(payloads)} payloads for {self.config.tp} ranks")
         async with self._updating():
@@ -310,7 +319,9 @@ class SglangEngine:
             self._succeeded(await self._engine.tokenizer_manager.update_weights_from_tensor(order, None))
             await self._settle(version, manifest)
 
-    async def join(self, address: str, port: int, first_rank: int, world: int, group: str, backend: str = "nccl") -> None:
+    async def join(
+        self, address: str, port: int, first_rank: int, world: int, group: str, backend: str = "nccl"
+    ) -> None:
         """Join the process group that a trainer opens with `weights.transports.open_group` as its rank 0; this engine's
         ranks are `first_rank` and up, of `world`."""
         async with self._control:
@@ -331,8 +342,8 @@ class SglangEngine:
     async def update_weights_broadcast(
         self, tensors: Sequence[TensorEntry], group: str, version: int, manifest: Manifest | None = None
     ) -> None:
-        """Receive `tensors` (names, dtypes and shapes count), in this order, as one flat broadcast from the group's rank 0
-        (`weights.transports.broadcast`). `manifest`: then compare with this published copy."""
+        """Receive `tensors` (names, dtypes and shapes count), in this order, as one flat broadcast from rank 0 of the
+        group (`weights.transports.broadcast`). `manifest`: then compare with this published copy."""
         async with self._updating():
             order = _orders().UpdateWeightsFromDistributedReqInput(
                 names=[entry.name for entry in tensors],
@@ -413,7 +424,7 @@ def _orders() -> Any:
 
 
 def sampling(request: GenerateRequest) -> dict[str, Any]:
-    """SGLang's sampling parameters. The engine stops at the request's own stop tokens only (`child.stop_where_told`)."""
+    """SGLang's sampling parameters. A request ends at its own stop tokens only (`child.stop_where_told`)."""
     return {
         "max_new_tokens": request.max_new_tokens,
         "temperature": request.temperature,
@@ -430,10 +441,12 @@ def result(out: Mapping[str, Any]) -> GenerateResult:
     tokens = tuple(int(token) for token in out.get("output_ids") or ())
     finish = meta["finish_reason"] or {}
     aborted = finish.get("type") == "abort"
-    # What an abort caught between two messages has a token without its log-probability, or the reverse: whole pairs count.
+    # What an abort caught between two messages has a token without its log-probability, or the reverse.
     pairs = min(len(tokens), len(logprobs))
     if not aborted and len(tokens) != len(logprobs):
-        return GenerateResult(status="failed", reason=f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
+        return GenerateResult(
+            status="failed", reason=f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities"
+        )
     return GenerateResult(
         status="aborted" if aborted else "completed",
         token_ids=tokens[:pairs],

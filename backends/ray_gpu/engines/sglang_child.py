@@ -2,10 +2,10 @@
 
 SGLang loads a model in child processes, one for each tensor-parallel rank. Rules of this room:
 
-1. Children are entered through `ENTRIES`. Unpickling an entry adjusts what must be adjusted before SGLang is imported, so
-   no installed file of SGLang or transformers needs a patch.
-2. An errand is one record sent through SGLang's own door for custom weight loaders; each rank answers in a file of its own.
-   An errand never raises into the scheduler, because SGLang ends its whole process tree for any exception there.
+1. Children are entered through `SCHEDULER` and `DETOKENIZER`. Unpickling an entry adjusts what must be adjusted before
+   SGLang is imported, so no installed file of SGLang or transformers needs a patch.
+2. An errand is one record sent through SGLang's own door for custom weight loaders; each rank answers in a file of its
+   own. An errand never raises into the scheduler: SGLang ends its whole process tree for any exception there.
 3. Weights are read from the node's cache files where they lie. Only their names travel.
 
 Nothing heavy is imported at import: both sides share the records.
@@ -133,9 +133,7 @@ def check_names(names: tuple[str, ...], parameters: set[str]) -> None:
         if (parameter, index) not in parts
     )
     if strange or missing:
-        raise OperationFailed(
-            f"the weights are not this model's: {_some(strange) or 'nothing'} unknown, {_some(missing) or 'nothing'} missing"
-        )
+        raise OperationFailed(f"the weights are not this model's: {_some(strange)} unknown, {_some(missing)} missing")
 
 
 def home(name: str) -> tuple[str, int]:
@@ -152,11 +150,13 @@ def _endings(parameter: str) -> tuple[str, ...]:
 
 
 def _some(names: list[str]) -> str:
+    if not names:
+        return "nothing"
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def mapped(bucket: Bucket) -> Any:
-    """A bucket as one flat CPU tensor of bytes that lies in the cache file itself; unmapped with the last tensor on it."""
+    """A bucket as one flat CPU tensor of bytes, in the cache file itself; unmapped with the last tensor on it."""
     import torch
 
     handle = os.open(bucket.file, os.O_RDONLY | os.O_CLOEXEC)
@@ -187,8 +187,8 @@ def view(flat: Any, entry: TensorEntry) -> Any:
 def fingerprint(model: Any, manifest: Manifest) -> dict[str, int]:
     """Checksum of each tensor of `manifest` as this model holds it, put together again from all ranks.
 
-    Collective: all ranks run through it in the same order. Equal to the checksum of the tensor's bytes in the cache if the
-    model holds the same type; one that it holds as another type is turned back first, which may lose bits.
+    Collective: all ranks run through it in the same order. Equal to the checksum of the tensor's bytes in the cache if
+    the model holds the same type; one that it holds as another type is turned back first, which may lose bits.
     """
     import torch
 
@@ -231,7 +231,7 @@ def _whole(shard: Any, shape: tuple[int, ...]) -> Any:
 
 
 def join(shards: list[Any], shape: tuple[int, ...]) -> Any:
-    """Shards of all ranks put together to `shape`. Heads fewer than ranks are held several times: one of each is taken."""
+    """Shards of all ranks put together to `shape`. Heads fewer than ranks are held several times: one of each counts."""
     import torch
 
     dim = next(dim for dim, size in enumerate(shape) if shards[0].shape[dim] != size)
@@ -294,7 +294,7 @@ def allow_known_architectures() -> None:
 
 
 def forbid_multicast() -> None:
-    """Keep the logits' all-gather on NCCL. With `tp` above 1 SGLang would build a buffer in NVLink multicast for it, and
+    """Keep the logits' all-gather on NCCL. With `tp` above 1 SGLang would build a buffer in NVLink multicast for it and
     has no option against that; a program that uses multicast can put the GPUs of a whole host out of service."""
     from sglang.srt.distributed.device_communicators.triton_symm_mem_ag import MultimemAllGatherer
 
@@ -309,9 +309,9 @@ def forbid_multicast() -> None:
 def seed_each_request() -> None:
     """Draw each token from its request's own seed and its position in the sequence.
 
-    SGLang hands its sampler the seeds only together with batch-invariant kernels, which cost a third of the speed, and its
-    own keyed draw is compiled at the first token. Without those kernels the logits still depend on the batch in their last
-    bits; the draws no longer do.
+    SGLang hands its sampler the seeds only together with batch-invariant kernels, which cost speed, and its own keyed
+    draw is compiled at the first token. Without those kernels the logits still depend on the batch in their last bits;
+    the draws no longer do.
     """
     import torch
     from sglang.srt.layers import sampler
@@ -332,8 +332,8 @@ def seed_each_request() -> None:
 
 
 def stop_where_told() -> None:
-    """End a request at its own stop tokens only. SGLang would add the model's end tokens, wherever it finds some; leaving
-    them out by its option `ignore_eos` leaves the request's own out too."""
+    """End a request at its own stop tokens only. SGLang would add the model's end tokens, wherever it finds some, and
+    its option `ignore_eos` leaves the request's own out too."""
     from sglang.srt.configs.model_config import ModelConfig
 
     ModelConfig._get_hf_eos_token_id = lambda self: None  # type: ignore[method-assign]

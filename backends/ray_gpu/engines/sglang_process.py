@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.ray_gpu.engines import sglang_child as child
-from backends.ray_gpu.engines.sglang_setup import other_models
+from backends.ray_gpu.engines.sglang_setup import cuda_libraries, other_models
 from core.errors import ConfigError, OperationFailed, TurnstileError
 
 SNAPSHOTS = Path("/dev/shm")
@@ -25,8 +25,13 @@ SNAPSHOTS = Path("/dev/shm")
 
 def build(flags: dict[str, Any], architectures: Sequence[str], scratch: Path) -> Any:
     """The SGLang engine, in the calling thread."""
-    # Before the import, here and in the children, which inherit it.
+    # All of these are read by the children, which inherit them.
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = other_models(_model_sources(), architectures)
+    # They meet in a file, so no port is taken and nothing listens.
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/meeting"
+    # The memory saver is preloaded into them, before torch could find the CUDA runtime for it.
+    libraries = [*cuda_libraries(), os.environ.get("LD_LIBRARY_PATH", "")]
+    os.environ["LD_LIBRARY_PATH"] = ":".join(folder for folder in libraries if folder)
     child.allow_known_architectures()
     from sglang.srt.entrypoints.engine import Engine
 
@@ -34,8 +39,6 @@ def build(flags: dict[str, Any], architectures: Sequence[str], scratch: Path) ->
         run_scheduler_process_func = staticmethod(child.SCHEDULER)
         run_detokenizer_process_func = staticmethod(child.DETOKENIZER)
 
-    # Read by the scheduler processes: they meet in a file, so no port is taken and nothing listens.
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/meeting"
     return Offline(**flags)
 
 
@@ -49,9 +52,10 @@ def _model_sources() -> Path:
 
 @contextlib.contextmanager
 def failing_softly() -> Iterator[None]:
-    """Within, the signal by which a failing child of SGLang ends its parent does nothing, so that an error can be raised.
+    """Within, the signal by which a failing child of SGLang ends its parent does nothing, so an error can be raised.
 
-    Python sets signal handlers from the main thread only, which an actor's coroutines never run in; libc has no such rule.
+    Python sets signal handlers from the main thread only, and an actor's coroutines never run in it; libc has no such
+    rule.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
@@ -64,7 +68,11 @@ def failing_softly() -> Iterator[None]:
 
 
 def start_error(error: BaseException) -> BaseException:
-    return error if isinstance(error, TurnstileError) else OperationFailed(f"SGLang did not start: {error or type(error).__name__}")
+    return (
+        error
+        if isinstance(error, TurnstileError)
+        else OperationFailed(f"SGLang did not start: {error or type(error).__name__}")
+    )
 
 
 def listen(engine: Any) -> None:
@@ -79,13 +87,15 @@ def listen(engine: Any) -> None:
 def _end_process_if_failed(listener: "asyncio.Task[None]") -> None:
     """Nobody would get an answer any more: end as for any other failure of SGLang (rule 1)."""
     if not listener.cancelled() and listener.exception() is not None:
-        listener.get_loop().call_exception_handler({"message": "SGLang's answers stopped", "exception": listener.exception()})
+        listener.get_loop().call_exception_handler(
+            {"message": "SGLang's answers stopped", "exception": listener.exception()}
+        )
         os.kill(os.getpid(), signal.SIGQUIT)
 
 
 def forget_load_snapshots(engine: Any) -> None:
-    """Remove the file in which its processes tell each other their load. They have it mapped by now; after a kill nobody
-    would remove it."""
+    """Remove the file in which its processes tell each other their load. They have it mapped by now; after a kill
+    nobody would remove it."""
     for file in SNAPSHOTS.glob(f"sglang_loads_{engine.port_args.instance_id}_*"):
         file.unlink(missing_ok=True)
 

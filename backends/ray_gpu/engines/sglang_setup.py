@@ -1,7 +1,7 @@
 """What SGLang is started with: its environment, its options, and what it will need. Plain functions, nothing imported.
 
-Every option here is one that was tried on the hardware; a caller may overrule them (`SglangEngine(flags=...)`), but not those
-of `FORBIDDEN`: NVLink multicast can put all GPUs of a host out of service, for everybody who uses it.
+Every option here is one that was tried on the hardware; a caller may overrule them (`SglangEngine(flags=...)`), but not
+those of `FORBIDDEN`: NVLink multicast can put all GPUs of a host out of service, for everybody who uses it.
 """
 
 import json
@@ -21,19 +21,18 @@ FORBIDDEN = ("enable_symm_mem", "enable_torch_symm_mem", "enable_nccl_nvls")
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-# SGLang sets this for itself where it is unset. A trainer that broadcasts weights to it must have the same, or rank 0 hangs
-# and the others fail with "invalid argument".
+# SGLang sets this for itself where it is unset. A trainer that broadcasts weights to it must have the same, or rank 0
+# hangs and the others fail with "invalid argument".
 NCCL_BOTH_SIDES = {"NCCL_CUMEM_ENABLE": "0"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def environment(device: str, cache: str = "", inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(device: str, cache: str = "") -> dict[str, str]:
     """Variables that an engine's process needs before it imports anything (a Ray actor: `runtime_env`'s `env_vars`).
 
-    `cache`: a folder that keeps compiled kernels from one start to the next (empty: the libraries' own defaults).
-    `inherited`: the environment that it starts from, for what is added to. Which GPUs it sees is not in here
-    (`devices.cuda_map`), nor `TMPDIR`, where its sockets lie: give it a short one that is removed after the run, so that
-    nothing is left of an engine that was killed.
+    `cache`: a folder that keeps compiled kernels from one start to the next (empty: the libraries' own defaults). Which
+    GPUs it sees is not in here (`devices.cuda_map`), nor `TMPDIR`, where its sockets lie: give it a short one that is
+    removed after the run, so that nothing is left of an engine that was killed.
     """
     found = {
         "HF_HUB_OFFLINE": "1",  # models are local folders; a look at the hub would cost a time-out
@@ -47,10 +46,6 @@ def environment(device: str, cache: str = "", inherited: Mapping[str, str] | Non
     found["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     if cache:
         found |= {"TRITON_CACHE_DIR": f"{cache}/triton", "TVM_FFI_CACHE_DIR": f"{cache}/tvm_ffi"}
-    if libraries := cuda_libraries():
-        # The memory saver is preloaded into SGLang's processes, before torch could find the CUDA runtime for it.
-        before = (inherited or {}).get("LD_LIBRARY_PATH", "")
-        found["LD_LIBRARY_PATH"] = ":".join([*libraries, *([before] if before else [])])
     return found
 
 
@@ -61,8 +56,8 @@ def cuda_libraries() -> list[str]:
 
 
 def other_models(sources: Path, architectures: Sequence[str]) -> str:
-    """Modules of SGLang's model folder that define none of `architectures`, for its SGLANG_DISABLED_MODEL_ARCHS: it imports
-    all of them otherwise, in each of its processes. Empty, which disables nothing, if no module defines one."""
+    """Modules of SGLang's model folder that define none of `architectures`, for its SGLANG_DISABLED_MODEL_ARCHS: it
+    imports all of them otherwise, in each of its processes. Empty, which disables nothing, if no module defines one."""
     wanted = [f"class {name}(" for name in architectures]
     files = {file.stem: file.read_text(encoding="utf-8") for file in sorted(sources.glob("*.py"))}
     needed = {name for name, text in files.items() if any(line in text for line in wanted)}
@@ -112,17 +107,21 @@ def merged_flags(config: EngineConfig, overruled: Mapping[str, Any]) -> dict[str
 
 
 def check_model(config: EngineConfig) -> dict[str, Any]:
-    """The model's `config.json`. Raises ConfigError, before anything heavy is started, for a folder that cannot work."""
+    """The model's `config.json`. Raises ConfigError, before anything heavy starts, for a folder that cannot work."""
     file = Path(config.model) / "config.json"
     if not file.is_file():
-        raise ConfigError("model", f"{config.model} holds no config.json", "name a local folder in the Hugging Face layout")
+        raise ConfigError(
+            "model", f"{config.model} holds no config.json", "name a local folder in the Hugging Face layout"
+        )
     try:
         model = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError("model", f"{file} is not JSON: {error}") from error
     heads = model.get("num_attention_heads", config.tp)
     if heads % config.tp:
-        raise ConfigError("model", f"{heads} attention heads cannot be split over {config.tp} GPUs", "choose another tp")
+        raise ConfigError(
+            "model", f"{heads} attention heads cannot be split over {config.tp} GPUs", "choose another tp"
+        )
     if not any(Path(config.model).glob("*.safetensors")):
         raise ConfigError("model", f"{config.model} holds no *.safetensors", "convert its weights to that format")
     return model

@@ -63,7 +63,7 @@ def save(directory: str, model: Policy, optimizer: Optimizer, arch: Architecture
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
+    _meet()
     try:
         dist_checkpointing.save(_state(model, optimizer, loading=False), str(partial), PlainWriter())
     except (OSError, RuntimeError, CheckpointingException) as error:
@@ -71,7 +71,7 @@ def save(directory: str, model: Policy, optimizer: Optimizer, arch: Architecture
     if dist.get_rank() == 0:
         (partial / NOTE).write_bytes(note)
         _move_into_place(partial, final)
-    dist.barrier()
+    _meet()
 
 
 def load(directory: str, model: Policy, optimizer: Optimizer, arch: Architecture) -> Note:
@@ -91,6 +91,11 @@ def load(directory: str, model: Policy, optimizer: Optimizer, arch: Architecture
 def _state(model: Policy, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
     sharded = model.sharded_state_dict()
     return {"model": sharded, "optimizer": optimizer.sharded_state(sharded, loading=loading)}
+
+
+def _meet() -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def _encoded(note: Note) -> bytes:

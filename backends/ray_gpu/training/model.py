@@ -104,6 +104,7 @@ def build(arch: Architecture, place: Place, dtype: torch.dtype) -> Policy:
     )
     model.position_embedding_type = "rope"
     model.rotary_pos_emb = Rotary(arch.rope, arch.head_dim, place.device)
+    model.to(device=place.device, dtype=dtype)  # norms are made in float32 on the CPU, whatever the config says
     _mark_split(model)
     return model
 

@@ -161,7 +161,7 @@ class DistributedAdam:
                 adam_beta2=config.adam_beta2,
                 adam_eps=ADAM_EPS,
                 weight_decay=config.weight_decay,
-                clip_grad=config.grad_clip,
+                clip_grad=config.grad_clip or math.inf,  # 0 would skip the norm too
                 bf16=bf16,
                 params_dtype=torch.bfloat16 if bf16 else torch.float32,
                 use_distributed_optimizer=True,
@@ -201,6 +201,10 @@ class DistributedAdam:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state)
+        for optimizer in self._torch_optimizers():
+            for mine in optimizer.state.values():
+                # Megatron hands one counter to all parameters, and AdamW would count it up once for each.
+                mine["step"] = mine["step"].clone()
 
     def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
         parts = getattr(self.inner, "chained_optimizers", [self.inner])

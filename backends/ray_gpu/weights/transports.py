@@ -1,13 +1,13 @@
 """How weights get from a trainer to an engine, and why that way.
 
-    cache      the node's CPU weight cache: always works, also from another node (which has its copy), also for an engine
-               that wakes long after. The engine maps the bucket files itself.
+    cache      the node's CPU weight cache: always works, also from another node (which has its copy), also for an
+               engine that wakes long after. The engine maps the bucket files itself.
     ipc        CUDA IPC: trainer and engine share a card. Handles cross, the bytes stay where they are.
     broadcast  NCCL between cards of one node, from the trainer's first rank to all ranks of the engine.
 
-`choose` decides, as a pure function of where both are, and says why. Whatever is chosen, the trainer publishes to the cache
-as well: an engine that wakes later, or one whose transport failed, reads it there, and the published copy is what a load is
-verified against.
+`choose` decides, as a pure function of where both are, and says why. Whatever is chosen, the trainer publishes to the
+cache as well: an engine that wakes later, or one whose transport failed, reads it there, and the published copy is what
+a load is verified against.
 
 The functions for the trainer's side import torch when called; the engine's side is in its `update_weights*` methods.
 """
@@ -50,7 +50,11 @@ def choose(trainer: Side, engine: Side, forced: str = "") -> tuple[Transport, st
     if forced == "cache":
         return "cache", "asked for"
     if forced == "ipc" or forced == "broadcast":
-        return ("cache", f"{forced} was asked for, but {obstacles[forced]}") if obstacles[forced] else (forced, "asked for")
+        return (
+            ("cache", f"{forced} was asked for, but {obstacles[forced]}")
+            if obstacles[forced]
+            else (forced, "asked for")
+        )
     if not obstacles["ipc"]:
         return "ipc", "trainer and engine share a card"
     if not obstacles["broadcast"]:
@@ -94,8 +98,8 @@ def _against_direct(trainer: Side, engine: Side) -> str:
 
 
 def export_ipc(tensors: Iterable[tuple[str, Any]], ranks: int = 1) -> list[bytes]:
-    """A payload for each rank of an engine on this card: handles to `tensors` ((HF name, CUDA tensor), not views into memory
-    that is sometimes asleep). Keep the tensors until the engine has answered: the handles do not.
+    """A payload for each rank of an engine on this card: handles to `tensors` ((HF name, CUDA tensor), not views into
+    memory that is sometimes asleep). Keep the tensors until the engine has answered: the handles do not.
 
     Each rank needs a payload of its own, because opening one counts down what keeps the memory shared.
     """
@@ -111,8 +115,8 @@ def export_ipc(tensors: Iterable[tuple[str, Any]], ranks: int = 1) -> list[bytes
 
 
 def flatten(tensors: Iterable[tuple[str, Any]]) -> tuple[tuple[TensorEntry, ...], Any]:
-    """Tensors of one device as one flat tensor of bytes, in order, with nothing between them: what `broadcast` sends and
-    SGLang's `flattened_bucket` expects.
+    """Tensors of one device as one flat tensor of bytes, in order, with nothing between them: what `broadcast` sends
+    and SGLang's `flattened_bucket` expects.
 
     Raises OperationFailed where an element would not start at a multiple of its size.
     """
@@ -126,7 +130,9 @@ def flatten(tensors: Iterable[tuple[str, Any]]) -> tuple[tuple[TensorEntry, ...]
             raise OperationFailed(f"{name} would begin at byte {offset}: put tensors of wider types first")
         part = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset, nbytes=part.numel()))
+        entries.append(
+            TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset, nbytes=part.numel())
+        )
         parts.append(part)
         offset += part.numel()
     return tuple(entries), torch.cat(parts)

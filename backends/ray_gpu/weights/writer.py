@@ -4,6 +4,7 @@ A bucket is a file that is written once, in order: bytes of tensors, each at a m
 once, so the caller may reuse the tensor's memory; nothing of the version is held here but one tensor's bytes.
 """
 
+import ctypes
 import fcntl
 import os
 from types import TracebackType
@@ -141,8 +142,14 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """As `raw`, for what wants a buffer."""
-    return memoryview(raw(tensor).numpy())
+    """As `raw`, for what wants a buffer.
+
+    Not through numpy: a storage that numpy has seen can never be emptied again, and trainers empty theirs to sleep.
+    """
+    flat = raw(tensor)
+    buffer = (ctypes.c_uint8 * flat.numel()).from_address(flat.data_ptr() if flat.numel() else 0)
+    buffer.owner = flat  # type: ignore[attr-defined]  # the view keeps the buffer alive, the buffer the tensor
+    return memoryview(buffer).cast("B")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -1,0 +1,31 @@
+"""What a worker on GPUs needs in its environment before it imports anything heavy, beside what every worker needs."""
+
+import os
+from pathlib import Path
+
+from backends.ray_gpu.engines.sglang_setup import NCCL_BOTH_SIDES, NO_MULTICAST
+from backends.ray_gpu.engines.sglang_setup import environment as engine_environment
+from backends.ray_gpu.plan import CrewPlan
+
+COMMON = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that CUDA counts cards as NVML does
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation relies on it
+    **NO_MULTICAST,
+    **NCCL_BOTH_SIDES,
+}
+# A communicator holds 510 MiB at NCCL's own sizes, and a trainer of one rank has three that move nothing.
+SMALL_COMMUNICATORS = {"NCCL_MAX_NCHANNELS": "1", "NCCL_BUFFSIZE": str(1 << 20)}
+
+
+def cuda_environment(plan: CrewPlan, name: str) -> dict[str, str]:
+    """For the worker `name` of a pipeline."""
+    if name.startswith("engine-"):
+        found = COMMON | engine_environment("cuda", str(kernels()))
+        del found["CUDA_DEVICE_MAX_CONNECTIONS"]  # SGLang has a setting of its own
+        return found
+    return COMMON | (SMALL_COMMUNICATORS if len(plan.train_gpus) == 1 else {})
+
+
+def kernels() -> Path:
+    """Where compiled kernels are kept for all runs on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnstile" / "kernels"
