@@ -158,9 +158,13 @@ class Accounting(Watcher):
         if before == 0 or pipeline.demand < len(pipeline.engines):  # else neither idle nor hungry can have changed
             self.idle_holders.pipeline_changed(pipeline)
 
-    def engine_changed(self, engine: Engine) -> None:
+    def decoding_changed(self, engine: Engine) -> None:
+        observed, update = self.observed, self._timeline.update
         for gpu in engine.gpus:
-            self._timeline.update(self.observed.gpus[gpu], self.observed.now)
+            update(observed.gpus[gpu], observed.now)
+
+    def engine_changed(self, engine: Engine) -> None:
+        self.decoding_changed(engine)
         self._review(engine.pipeline)
         self.idle_holders.pipeline_changed(engine.pipeline)
 

@@ -221,7 +221,7 @@ class PipelineBook:
         "id", "spec", "number", "phase", "reason", "seq", "batches", "opened_through", "requests", "leases",
         "requests_through", "published", "signal", "signals", "signalled_at", "consumed_at", "reported", "allocation",
         "hungry_since", "demand_since", "engines", "rank_at", "up", "open_demand", "open_target", "releasing", "stop",
-        "planned_at", "leave_asked", "clearing", "degraded", "tp",
+        "planned_at", "leave_asked", "clearing", "degraded", "tp", "kept",
     )  # fmt: skip
 
     def __init__(self, spec: PipelineSpec, number: int) -> None:
@@ -258,6 +258,11 @@ class PipelineBook:
         self.tp = infer.tp
         self.engines = [Engine(self, rank, infer.bundle(rank)) for rank in range(infer.size)]
         self.rank_at = {gpu: engine.dp_rank for engine in self.engines for gpu in engine.gpus}
+        self.kept: dict[int, int] = {}
+        """Bytes it keeps on each of its GPUs, once initialised, when all of it sleeps: every process its residue."""
+        for group in spec.groups:
+            for gpu in group.gpus:
+                self.kept[gpu] = self.kept.get(gpu, 0) + spec.memory.residue
         self.up: dict[int, Engine] = {}
         """Engines by rank that are up or promised, and not doomed: what the planner counts."""
         self.open_demand = 0

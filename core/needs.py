@@ -6,16 +6,6 @@ from core.ledger import Engine, Lease, Ledger, PipelineBook, Request
 from core.model import PipelineSpec, Priority, Role
 
 
-def processes_on(spec: PipelineSpec, gpu: int) -> int:
-    """Worker processes of an initialised pipeline that live on this GPU, asleep or not: one a worker group."""
-    return sum(gpu in group.gpus for group in spec.groups)
-
-
-def residue_on(spec: PipelineSpec, gpu: int) -> int:
-    """What an initialised pipeline keeps on this GPU when all of it sleeps."""
-    return processes_on(spec, gpu) * spec.memory.residue
-
-
 def active_need(spec: PipelineSpec, role: Role) -> int:
     """What waking one process of this role adds to its residue."""
     active = spec.memory.engine if role is Role.ACTOR_INFER else spec.memory.train
@@ -38,7 +28,7 @@ def tenant_need(tenant: Engine | Lease | Request) -> int:
 
 def expected_residue(books: Iterable[PipelineBook], gpu: int) -> int:
     """What all initialised pipelines together should keep on a GPU while nobody uses it."""
-    return sum(residue_on(book.spec, gpu) for book in books)
+    return sum([book.kept[gpu] for book in books])
 
 
 def declare_needs(ledger: Ledger, book: PipelineBook) -> None:

@@ -237,12 +237,12 @@ class Holdings:
     def _engine_busy(self, event: events.EngineBusy) -> None:
         if (engine := self.engine(event.pipeline, event.dp_rank)) is not None:
             engine.busy = True
-            self._watcher.engine_changed(engine)
+            self._watcher.decoding_changed(engine)
 
     def _engine_idle(self, event: events.EngineIdle) -> None:
         if (engine := self.engine(event.pipeline, event.dp_rank)) is not None:
             engine.busy = False
-            self._watcher.engine_changed(engine)
+            self._watcher.decoding_changed(engine)
 
     def _engine_done(self, action: actions.EngineAction, engine: Engine) -> None:
         if engine.doing is Doing.DEAD and not isinstance(action, actions.KillEngine):

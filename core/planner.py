@@ -11,7 +11,7 @@ A plan looks at the region around what changed (`core.regions`), and at the regi
 `dirty=None` looks at everything.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from core.demand import demand
 from core.draft import Draft, Plan
@@ -24,17 +24,17 @@ __all__ = ["Plan", "plan"]
 
 
 def plan(
-    ledger: Ledger, regions: Regions, dirty: Iterable[PipelineBook] | None = None, gpus: Iterable[int] = ()
+    ledger: Ledger, regions: Regions, dirty: Iterable[PipelineBook] | None = None, gpus: Collection[int] = ()
 ) -> Plan:
     """One planning decision. `dirty`, `gpus`: whose wishes and which GPUs changed since the last one."""
     draft = Draft(ledger)
     if ledger.waiting:
-        near = regions.around((), (gpu for request in ledger.waiting for gpu in request.gpus))
+        near = regions.around((), [gpu for request in ledger.waiting for gpu in request.gpus])
         place_requests(draft, _demanders(ledger, near))
     classes = regions.everywhere if dirty is None else regions.around([*dirty, *draft.touched], gpus)
     share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
-    while dirty is not None:  # a donor may find something instead on GPUs that were no concern of this plan so far
-        wider = regions.around(draft.touched, (cls.gpus[0] for cls in classes))
+    while dirty is not None and draft.touched:  # a donor may find something instead where this plan has not looked yet
+        wider = regions.around([*draft.touched], [cls.gpus[0] for cls in classes])
         if len(wider) == len(classes):
             break
         classes = wider

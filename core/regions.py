@@ -6,7 +6,7 @@ cluster where everything is mapped to everything that is the whole cluster and o
 neighbourhood, and a plan costs what changed, not what exists.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 
 from core.ledger import Ledger, PipelineBook
 
@@ -52,11 +52,12 @@ class Regions:
                     self.classes_of[book].append(found)
             found.gpus.append(gpu)
             self.class_of[gpu] = found
-
         self.everywhere = list(classes.values())
 
-    def around(self, books: Iterable[PipelineBook], gpus: Iterable[int]) -> list[GpuClass]:
+    def around(self, books: Sequence[PipelineBook], gpus: Collection[int]) -> list[GpuClass]:
         """The classes that these pipelines can use or these GPUs belong to, by number."""
+        if len(books) == 1 and not gpus:
+            return self.classes_of.get(books[0], [])
         found = {cls.number: cls for book in books for cls in self.classes_of.get(book, ())}
         for gpu in gpus:
             cls = self.class_of[gpu]

@@ -46,6 +46,7 @@ class Wish:
         self.claim = Claim(wanted * self.tp, self.tp, self.most * self.tp, base)
         self.exact = 0.0
         self.target = 0
+        """Whole engines; known once `Survey.round_off` was asked for them."""
         self.left = book.left_fraction
         self.fresh = up == 0
         """Had no engine when planning began: it may be filled up to its share at donors' expense."""
@@ -202,7 +203,9 @@ def share_rollouts(
     market = Market(draft, survey, layout_of)
     everyone = list(survey.wishes.values())
     hungry = [wish for wish in everyone if wish.fresh]
-    hungry.sort(key=lambda wish: (wish.book.hungry_since, wish.book.number))
+    if hungry:
+        survey.round_off()
+        hungry.sort(key=lambda wish: (wish.book.hungry_since, wish.book.number))
     for wish in hungry:  # one engine for each before a second for anyone
         for mode, why in FIRST_ENGINE:
             if _take(draft, market, wish, mode, why):
@@ -233,6 +236,7 @@ class Survey:
         """GPUs in the region that the engines of each pipeline with demand have."""
         available = [self._count(draft, cls) for cls in classes]
         self.wishes = {book: self._wish(draft, book) for book in demanders}
+        self._total = sum(available) + sum([wish.claim.base for wish in self.wishes.values()])
         self._share_out(available, classes)
 
     def _count(self, draft: Draft, cls: GpuClass) -> int:
@@ -264,9 +268,12 @@ class Survey:
         )
         for wish in wishes.values():
             wish.exact = wish.claim.share / wish.tp
-        total = sum(available) + sum(wish.claim.base for wish in wishes.values())
-        targets = round_off([(wish.exact, wish.tp, wish.most) for wish in wishes.values()], total)
-        for wish, target in zip(wishes.values(), targets, strict=True):
+
+    def round_off(self) -> None:
+        """Set everyone's `target`: only who may give or get something needs to know it."""
+        wishes = self.wishes.values()
+        targets = round_off([(wish.exact, wish.tp, wish.most) for wish in wishes], self._total)
+        for wish, target in zip(wishes, targets, strict=True):
             wish.target = target
 
 
@@ -300,8 +307,10 @@ def _surplus(draft: Draft, wish: Wish) -> float:
 
 def _level(draft: Draft, market: Market, wishes: list[Wish]) -> None:
     """From the rich to the poor, as long as both are off by a whole engine."""
-    poor = [(_surplus(draft, wish), i) for i, wish in enumerate(wishes) if -_surplus(draft, wish) >= WHOLE]
-    heapq.heapify(poor)
+    poor = [(surplus, i) for i, wish in enumerate(wishes) if -(surplus := _surplus(draft, wish)) >= WHOLE]
+    if poor:
+        market.survey.round_off()
+        heapq.heapify(poor)
     while poor:
         _, i = heapq.heappop(poor)
         wish = wishes[i]

@@ -78,6 +78,13 @@ def scenario_of(backend: Backend, scenario: Scenario) -> Scenario:
     return getattr(backend, "scenario", scenario)
 
 
+def abandon(backend: Backend) -> None:
+    """Give up a backend that was prepared and may never have been run; nothing of it is left. Also after a run."""
+    give_up = getattr(backend, "abandon", None)
+    if give_up is not None:
+        give_up()
+
+
 class _Run:
     def __init__(
         self,

@@ -122,6 +122,7 @@ class TraceWriter:
         self._sha = hashlib.sha256()
         self._block: list[Entry] = []
         self._written = 0
+        self._till_checkpoint = CHECKPOINT_EVERY
         self._frozen = False
         self._closed = False
         self._write(self._encoder.encode(header) + b"\n")
@@ -131,9 +132,11 @@ class TraceWriter:
             return
         self._block.append(Entry(i, t_ns, cause, item))
         self._frozen = type(item) is Verdict
-        if self._written + len(self._block) >= (len(self.checkpoints) + 1) * CHECKPOINT_EVERY:
+        self._till_checkpoint -= 1
+        if not self._till_checkpoint:
             self._flush_block()
             self._checkpoint(final=False)
+            self._till_checkpoint = CHECKPOINT_EVERY
 
     @property
     def digest(self) -> str:

@@ -18,7 +18,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from core import run as core_run
-from core.backend import load_backend
+from core.backend import Backend, load_backend
 from core.config import Job, Scenario
 from core.errors import ConfigError, InvariantBroken, RequestError, TurnstileError
 from core.model import Role
@@ -109,11 +109,14 @@ def check_backend(name: str) -> Collection[str]:
 def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show", settings: Mapping[str, Any]) -> Run:
     """Run one scenario to its end, on a backend with these settings. Raises TurnstileError if it could not begin, or
     broke Turnstile itself."""
+    backend = core_run.prepare(scenario, options.backend, **settings)
+    scenario = core_run.scenario_of(backend, scenario)
     board = Board(scenario)
     with ExitStack() as stack:
+        stack.callback(core_run.abandon, backend)
         listeners: list[Listener] = [*_logs(scenario, options, stack), *show.listeners(board, stack)]
         try:
-            summary = execute(scenario, options.backend, listeners, board, **settings)
+            summary = execute(scenario, backend, listeners, board)
         except KeyboardInterrupt:
             summary = board.summary(header_of(scenario, options.backend), "interrupted", [])
         except InvariantBroken as broken:
@@ -122,10 +125,10 @@ def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show", setti
     return Run(scenario, summary, board, by_table=options.demand == ALL)
 
 
-def execute(scenario: Scenario, backend: str, listeners: Sequence[Listener], board: Board, **settings: Any) -> Summary:
+def execute(scenario: Scenario, backend: Backend, listeners: Sequence[Listener], board: Board) -> Summary:
     """The one place that knows how a run is started. An interrupted run has a summary too, if it got that far."""
     try:
-        return core_run.execute(scenario, backend, listeners, accounting=board, **settings).summary
+        return core_run.execute(scenario, backend, listeners, accounting=board).summary
     except KeyboardInterrupt as stopped:
         if stopped.args and isinstance(stopped.args[0], core_run.Result):
             return stopped.args[0].summary
@@ -140,8 +143,19 @@ def _logs(scenario: Scenario, options: argparse.Namespace, stack: ExitStack) -> 
         stack.callback(_check_log, writer, log)
         found.append(stack.enter_context(writer))
     if (picture := output(options, "perfetto", scenario.demand)) is not None:
-        found.append(stack.enter_context(PerfettoWriter(picture, scenario)))
+        found.append(own(scenario, stack.enter_context(PerfettoWriter(picture, scenario))))
     return found
+
+
+def own(scenario: Scenario, listener: Listener) -> Listener:
+    """Tell a listener of this scenario's pipelines only: where runs share a scheduler, the log has others too."""
+    names = {"": None} | {job.spec.id: None for job in scenario.jobs}
+
+    def hear(i: int, t_ns: int, cause: int, item: Any) -> None:
+        if getattr(item, "pipeline", "") in names:
+            listener(i, t_ns, cause, item)
+
+    return hear
 
 
 def _check_log(writer: TraceWriter, path: Path) -> None:
@@ -191,8 +205,8 @@ class Show:
         if self._quiet:
             return []
         if self._paper.is_terminal:
-            return [stack.enter_context(LiveView(board, self._paper))]
-        return [PlainLines(board, self.line)]
+            return [own(board.scenario, stack.enter_context(LiveView(board, self._paper)))]
+        return [own(board.scenario, PlainLines(board, self.line))]
 
     def result(self, runs: Sequence[Run]) -> None:
         for run in runs:

@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from core import actions, events
+from core.backend import Backend
 from core.config import Expect, Scenario
 from core.errors import ConfigError, InvariantBroken
 from core.model import Priority, Role
@@ -107,12 +108,12 @@ class Stage:
         self.changes: dict[str, dict[str, object]] = {}
         self.error: BaseException | None = None
 
-    def __call__(self, scenario: Scenario, backend: str, listeners, board) -> outcome.Summary:
+    def __call__(self, scenario: Scenario, backend: Backend, listeners, board) -> outcome.Summary:
         self.ran.append(scenario)
         play(script(scenario), board, *listeners)
         if self.error is not None:
             raise self.error
-        return summary_of(scenario, backend, **self.changes.get(scenario.demand, {}))
+        return summary_of(scenario, backend.name, **self.changes.get(scenario.demand, {}))
 
 
 @pytest.fixture

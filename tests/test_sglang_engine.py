@@ -247,12 +247,14 @@ def test_draws_follow_the_distribution():
     assert ((counts[:4] - expected) ** 2 / expected).sum() < 21.1
 
 
-def test_a_draw_depends_on_its_own_key_and_nothing_beside_it():
+def test_a_draw_depends_on_its_own_key_and_nothing_beside_it(monkeypatch):
     from backends.ray_gpu.engines.draws import draw
 
     logprobs = torch.log_softmax(torch.arange(4 * 50.0).reshape(4, 50).sin(), dim=1)
     seeds, positions = torch.tensor([1, 1, 2, -3]), torch.tensor([7, 8, 7, 7])
     together = draw(logprobs, seeds, positions)
+    monkeypatch.setattr("backends.ray_gpu.engines.draws.AT_ONCE", 100)  # two rows at a time
+    assert torch.equal(draw(logprobs, seeds, positions), together)
     for row in range(4):
         alone = draw(logprobs[row : row + 1], seeds[row : row + 1], positions[row : row + 1])
         assert torch.equal(alone, together[row : row + 1])

@@ -1,9 +1,15 @@
 """Which way weights take from a trainer to an engine, and the trainer's side of each."""
 
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.ray_gpu.meeting import loopback_store
 from backends.ray_gpu.weights.transports import TRANSPORTS, Side, choose, export_ipc, flatten
 from core.errors import ConfigError, OperationFailed
 
@@ -108,3 +114,27 @@ def test_a_tensor_that_would_not_be_aligned_is_refused():
 def test_there_is_no_handle_to_a_tensor_on_the_cpu():
     with pytest.raises(OperationFailed, match="a is not on a GPU"):
         export_ipc([("a", torch.ones(1))])
+
+
+JOIN = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+store, _, _ = next(dist.rendezvous(f"tcp://127.0.0.1:{sys.argv[1]}", 1, 2, timeout=timedelta(seconds=30)))
+store.set("from the other", "here")
+"""
+
+
+def test_a_meeting_point_on_loopback_is_met_by_its_address_and_listens_nowhere_else():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    store = loopback_store(port, world=2, host=True, timeout_s=30)
+    with subprocess.Popen([sys.executable, "-c", JOIN, str(port)]) as other:
+        assert store.get("from the other") == b"here"
+        assert other.wait() == 0
+    lines = Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
+    listening = [line.split()[1] for line in lines if f":{port:04X} " in line and line.split()[3] == "0A"]
+    assert listening == [f"0100007F:{port:04X}"]
+    with pytest.raises(OperationFailed, match=f"port {port} on loopback is taken"):
+        loopback_store(port, world=2, host=True, timeout_s=30)

@@ -78,7 +78,13 @@ class RayBackend:
         self.scenario = self._joined.scenario
         self.clock = RealClock(self._joined.epoch_ns)
         self._jobs = {job.spec.id: job for job in self.scenario.jobs}
-        self._record = Record(output, self.scenario)
+        self._left = False
+        try:
+            self._record = Record(output, self.scenario)
+        except BaseException:
+            self._record = Record(None, self.scenario)
+            self.abandon()
+            raise
         self._handles: dict[tuple[str, str], Any] = {}
         self._decoding: dict[tuple[str, int], int] = {}
         self._calls = 0
@@ -119,16 +125,20 @@ class RayBackend:
 
     async def close(self) -> None:
         """Leave the control plane; take it and the cluster down if nobody else is there."""
-        if self._emit is None:
-            return
         self._emit = None
         for task in [*self._harm, *self._notes]:
             task.cancel()
-        self._record.close()
+        await asyncio.to_thread(self.abandon)
+
+    def abandon(self) -> None:
+        """As `close`, without an event loop; twice is once."""
         from backends.ray_gpu.joining import leave
 
-        await asyncio.to_thread(leave, self._joined)
-        await asyncio.to_thread(cluster.disconnect)
+        if not self._left:
+            self._left = True
+            self._record.close()
+            leave(self._joined)
+            cluster.disconnect()
 
     # --- messages and hooks -----------------------------------------------------------------------------
 

@@ -124,6 +124,7 @@ class RewardFunction:
         self, loop: asyncio.AbstractEventLoop, done: asyncio.Future[tuple[Any, str]], prompt: dict[str, Any], text: str
     ) -> None:
         """The thread: call the function, hand over (what it returned, what it raised)."""
+        outcome: tuple[Any, str]
         try:
             outcome = self._function(prompt, text), ""
         except BaseException as bad:  # SystemExit too: it must not pass for an answer

@@ -56,6 +56,11 @@ class Lessons:
 
     def _open(self, folder: str | Path) -> tuple[PromptFile | Task, RewardFunction | None]:
         workload = self.workload
-        source = PromptFile(workload.prompts) if workload.prompts else make_task(workload.task, workload.size)
+        source: PromptFile | Task
+        if workload.prompts:
+            source = PromptFile(workload.prompts)
+        else:
+            assert workload.size is not None, "a task's size is settled"
+            source = make_task(workload.task, workload.size)
         reward = load_reward(workload.reward, workload.reward_limit, folder) if workload.reward else None
         return source, reward

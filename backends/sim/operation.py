@@ -7,7 +7,6 @@ Rules of this room:
 2. It answers once, or is given up and never does. Giving up stops the waiting, not what was ordered.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import simpy
@@ -27,7 +26,7 @@ OVER = "the run is over"
 class Operation(Stepper):
     """Carries `action` out. `may_begin` is asked when it really begins."""
 
-    __slots__ = ("_action", "_answer", "_backend", "_may_begin", "_timers", "_watch")
+    __slots__ = ("_action", "_answer", "_backend", "_may_begin", "_timer", "_watch")
 
     def __init__(self, backend: "SimBackend", action: Any, may_begin: MayBegin, answer: Answer, birth: int) -> None:
         self.birth = birth
@@ -36,7 +35,8 @@ class Operation(Stepper):
         self._may_begin = may_begin
         self._answer: Answer | None = answer
         self._watch: Watch | None = None
-        self._timers: tuple[Timer, ...] = ()
+        self._timer: Timer | None = None
+        """The end of its patience, then its limit."""
 
     def get_name(self) -> str:
         return type(self._action).__name__
@@ -88,16 +88,24 @@ class Operation(Stepper):
         memory = backend.world.memory
         watch = self._watch = memory.watch(memory.on(action.gpus), action.expect or action.need)
         if not watch.seen.triggered:
-            now, call_at = backend.clock.now_ns(), backend.clock.call_at_ns
-            why = f"after {show_s(action.limit)}"
-            self._timers = (
-                call_at(now + action.patience, partial(memory.relax, watch, action.need)),
-                call_at(now + action.limit, partial(memory.give_up, watch, why)),
-            )
+            self._timer = backend.clock.call_at_ns(backend.clock.now_ns() + action.patience, self._lose_patience)
         return watch.seen
+
+    def _lose_patience(self) -> None:
+        """What could already be used is enough from now on, until the limit."""
+        assert self._watch is not None, "nothing is watched"
+        backend, action, watch = self._backend, self._action, self._watch
+        backend.world.memory.relax(watch, action.need)
+        if not watch.seen.triggered:
+            rest = action.limit - action.patience
+            self._timer = backend.clock.call_at_ns(backend.clock.now_ns() + rest, self._run_out)
+
+    def _run_out(self) -> None:
+        assert self._watch is not None, "nothing is watched"
+        self._backend.world.memory.give_up(self._watch, f"after {show_s(self._action.limit)}")
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
             self._backend.world.memory.unwatch(self._watch)
-            for timer in self._timers:
-                timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()

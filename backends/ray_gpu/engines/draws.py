@@ -12,14 +12,22 @@ GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: torch's 6
 MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
 BITS = 53  # of a double's mantissa
+AT_ONCE = 1 << 22
+"""Numbers drawn for at once: about 130 MiB of them, temporaries included."""
 
 
 def draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """One token a row: indices, shape (rows, 1), int64.
 
     `logprobs` (rows, tokens): natural logarithms, -inf for what must not be drawn; they need not be normalised.
-    `seeds`, `positions` (rows,): integers.
+    `seeds`, `positions` (rows,): integers. Works on some rows at a time, so that it never takes much memory.
     """
+    rows = max(1, AT_ONCE // logprobs.shape[1])
+    parts = zip(logprobs.split(rows), seeds.split(rows), positions.split(rows), strict=True)
+    return torch.cat([_draw(*part) for part in parts])
+
+
+def _draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     noise = uniform(seeds, positions, logprobs.shape[1])
     noise.log_().neg_().log_().neg_()
     return torch.argmax(noise.add_(logprobs), dim=1, keepdim=True)

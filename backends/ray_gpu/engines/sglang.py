@@ -56,6 +56,9 @@ class SglangEngine:
         self._flags = dict(flags or {})
         self._engine: Any = None
         self._over = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._before: set[Any] = set()
+        """Children of this process that are not SGLang's."""
         self._scratch: Path | None = None
         self._sizes = dict.fromkeys(TAGS, 0)
         self._asleep: set[str] = set()
@@ -82,7 +85,11 @@ class SglangEngine:
         self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
         flags = merged_flags(self.config, self._flags) | {"custom_weight_loader": [child.DOOR]}
         built: Future[Any] = Future()
-        threading.Thread(target=self._live, args=(flags, architectures, built), name="sglang", daemon=True).start()
+        self._before = set(multiprocessing.active_children())
+        self._keeper = threading.Thread(
+            target=self._live, args=(flags, architectures, built), name="sglang", daemon=True
+        )
+        self._keeper.start()
         try:
             self._engine = await asyncio.wrap_future(built)
             process.listen(self._engine)
@@ -99,17 +106,17 @@ class SglangEngine:
     def _live(self, flags: dict[str, Any], architectures: Sequence[str], built: "Future[Any]") -> None:
         """Body of the thread that is SGLang's parent (rule 2)."""
         assert self._scratch is not None
-        before = set(multiprocessing.active_children())
+        built.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so what is built is always ended
         try:
             with process.failing_softly():
                 engine = process.build(flags, architectures, self._scratch)
         except BaseException as error:  # handed to whoever waits for the start
-            for started in set(multiprocessing.active_children()) - before:
-                started.kill()
+            process.kill_children(self._before)
             built.set_exception(process.start_error(error))
             return
         built.set_result(engine)
         self._over.wait()
+        process.end(engine)
 
     def _check_pool(self) -> None:
         tokens = self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"]
@@ -127,12 +134,15 @@ class SglangEngine:
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         self._whole, self.version = False, -1
+        self._over.set()
+        if self._keeper is not None:
+            if engine is None:
+                process.kill_children(self._before)  # a start that was given up: it fails now instead of going on
+            await asyncio.to_thread(self._keeper.join)
         if engine is not None:
-            await asyncio.to_thread(process.end, engine)
             await process.silence(engine)
             for flight in list(self._flights.values()):
                 flight.cancel()
-        self._over.set()
         self._sizes = dict.fromkeys(TAGS, 0)
         for tag in TAGS:
             self._hold(tag, 0)

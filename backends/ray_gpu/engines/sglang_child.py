@@ -87,7 +87,7 @@ def run_errand(model: Any, named: list[tuple[str, Any]]) -> None:
     ((text, _),) = named
     errand = msgspec.json.decode(text, type=Errand)
     rank, began = get_tensor_model_parallel_rank(), time.perf_counter()
-    checksums: dict[str, int] = msgspec.field(default_factory=dict)
+    checksums: dict[str, int] = {}
     error = ""
     try:
         if errand.what == "load":
@@ -231,7 +231,7 @@ def _whole(shard: Any, shape: tuple[int, ...]) -> Any:
 
 
 def join(shards: list[Any], shape: tuple[int, ...]) -> Any:
-    """Shards of all ranks put together to `shape`. Heads fewer than ranks are held several times: one of each counts."""
+    """Shards of all ranks put together to `shape`. Heads fewer than ranks are there more than once: one of each."""
     import torch
 
     dim = next(dim for dim, size in enumerate(shape) if shards[0].shape[dim] != size)

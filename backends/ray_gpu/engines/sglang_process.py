@@ -100,6 +100,13 @@ def forget_load_snapshots(engine: Any) -> None:
         file.unlink(missing_ok=True)
 
 
+def kill_children(others: set[Any]) -> None:
+    """Kill every child of this process but `others`."""
+    for started in set(multiprocessing.active_children()) - others:
+        started.kill()
+        started.join()
+
+
 def end(engine: Any) -> None:
     """Kill SGLang's processes and wait until they are gone; remove what it left in the file system."""
     atexit.unregister(engine.shutdown)  # it would kill every child of this process, whoever's it is

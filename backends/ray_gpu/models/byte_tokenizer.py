@@ -4,6 +4,7 @@ Its folder also holds the same as a `tokenizer.json`, so that any other tool can
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ VOCAB_SIZE = 264
 class ByteTokenizer:
     """Text as its UTF-8 bytes; a prompt begins with `BEGIN`."""
 
-    stop_ids = (END,)
+    stop_ids: tuple[int, ...] = (END,)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         text = prompt.text or "\n".join(turn.content for turn in prompt.messages)
         return (BEGIN, *text.encode())
 
-    def decode(self, ids: tuple[int, ...] | list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Special and unused tokens are left out; bytes that are no UTF-8 show as U+FFFD."""
         return bytes(i for i in ids if i < BYTES).decode(errors="replace")
 
@@ -40,7 +41,7 @@ def write_tokenizer(folder: Path) -> None:
     special = {"id": SPECIALS[BEGIN], "ids": [BEGIN], "tokens": [SPECIALS[BEGIN]]}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -57,7 +57,7 @@ class HubTokenizer:
         return tuple(self._tokenizer(prompt.text)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _chat(self, prompt: Prompt) -> tuple[int, ...]:
         turns = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
+from backends.ray_gpu.meeting import loopback_store
 from backends.ray_gpu.weights.manifest import TensorEntry
 from core.errors import ConfigError, OperationFailed
 from core.model import Record
@@ -147,14 +148,10 @@ def open_group(port: int, ranks: int, group: str, backend: str = "nccl", timeout
     """
     from datetime import timedelta
 
-    import torch.distributed as dist
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
     world, timeout = 1 + ranks, timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        "127.0.0.1", port, world, is_master=True, timeout=timeout, wait_for_workers=False,
-        master_listen_fd=_listen(port),
-    )  # fmt: skip
+    store = loopback_store(port, world, host=True, timeout_s=timeout_s)
     made, _ = _new_process_group_helper(
         world, 0, [], Backend(backend), PrefixStore(group, store), group_name=group, timeout=timeout
     )
@@ -176,18 +173,3 @@ def close_group(group: Any) -> None:
     import torch.distributed as dist
 
     dist.destroy_process_group(group)
-
-
-def _listen(port: int) -> int:
-    """A socket that listens on loopback alone, handed over: torch's own would listen on every interface."""
-    import socket
-
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", port))
-    except OSError as error:
-        listener.close()
-        raise OperationFailed(f"port {port} on loopback is taken: {error}") from error
-    listener.listen()
-    return listener.detach()
