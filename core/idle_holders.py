@@ -74,4 +74,4 @@ class IdleHolders:
 
 
 def _hungry(pipeline: Pipeline) -> bool:
-    return pipeline.wants_rollout and bounds.worth_waking(pipeline.demand, pipeline.up, len(pipeline.engines))
+    return bounds.worth_waking(pipeline.demand, pipeline.up, len(pipeline.engines)) and pipeline.wants_rollout

@@ -3,13 +3,13 @@
 Changed by `core.observed` alone. They are not the ledger's: they exist so that the ledger can be checked.
 """
 
-from enum import Enum
+from enum import StrEnum
 
 from core import actions
 from core.model import EngineId, PipelineSpec, Priority, Role
 
 
-class Doing(Enum):
+class Doing(StrEnum):
     """What an engine was last told to do, and whether it is done."""
 
     ASLEEP = "asleep"

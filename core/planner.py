@@ -44,9 +44,10 @@ def plan(
 
 def _demanders(ledger: Ledger, classes: list[GpuClass]) -> list[PipelineBook]:
     """Initialised pipelines with demand that can use some GPU of these classes, by order of registration."""
+    policy = ledger.policy
     found = {book.number: book for cls in classes for book in cls.books}
     return [
-        found[number]
-        for number in sorted(found)
-        if found[number].phase is Phase.READY and demand(found[number], ledger.policy) > 0
+        book
+        for _, book in sorted(found.items())
+        if book.phase is Phase.READY and demand(book, policy) > 0
     ]

@@ -54,9 +54,11 @@ def decide(state: State, now: int, event: events.Event) -> Decision:
     while state.failing:
         book, tell = state.failing.pop(0)
         teardown(state, book, tell)
+    stirred = type(event) is not events.TrajectoryCompleted
     while state.replan or state.ledger.unpromised:
         _replan(state)
-    if state.ledger.work:
+        stirred = True
+    if stirred and state.ledger.work:  # progress alone frees nothing and finishes nothing
         for step in reconcile(state.ledger):
             start(state, step)
     return state.out

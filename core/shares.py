@@ -69,23 +69,27 @@ def _pour(pool: _Class) -> float:
         return 0.0
     before = pool.parts
     rest = [share - part for share, part in zip(shares, before, strict=True)]
-    pool.parts = _parts(pool, rest)
+    pool.parts = _alone(pool, rest[0]) if len(rest) == 1 else _parts(pool, rest)
     pool.seen = [given + part for given, part in zip(rest, pool.parts, strict=True)]
     for claim, share in zip(claims, pool.seen, strict=True):
         claim.share = share
     return max(map(abs, map(sub, pool.parts, before)))
 
 
+def _alone(pool: _Class, given: float) -> list[float]:
+    """What its only claim gets of a class."""
+    most = max(0.0, pool.claims[0].ceiling - given)
+    return [most if most <= pool.available else float(pool.available)]
+
+
 def _parts(pool: _Class, rest: Sequence[float]) -> list[float]:
-    """What each claim gets of a class. Most classes are simple: enough for all, or one claim."""
+    """What each claim gets of a class. Many classes are simple: enough for all."""
     rows = [
         (claim.weight, claim.floor, claim.ceiling, given) for claim, given in zip(pool.claims, rest, strict=True)
     ]
     most = [ceiling - given if ceiling > given else 0.0 for _, _, ceiling, given in rows]
     if sum(most) <= pool.available:
         return most
-    if len(rows) == 1:
-        return [float(pool.available)]
     return _beyond(_level(pool.available, rows), rows)
 
 

@@ -144,7 +144,7 @@ def _stretch(segment: Segment, top: int, scale: float, painter: Painter) -> str:
 def _fill(segment: Segment, painter: Painter) -> str:
     if segment.pipeline not in painter.number or segment.state in PLAIN:
         return PLAIN.get(segment.state, "#777777")
-    return PALETTE[painter.number[segment.pipeline] % len(PALETTE)]
+    return PALETTE[painter.number.get(segment.pipeline, -1) % len(PALETTE)]
 
 
 def _opacity(segment: Segment) -> float:

@@ -51,6 +51,7 @@ LEGEND = (
     ("-", "going down (offload, drain, sleep, memory not yet seen free)"),
     ("=", "held, nothing running"),
     (".", "free"),
+    ("#", "another run's"),
     ("!", "quarantined"),
     ("x", "lost"),
 )
@@ -63,7 +64,8 @@ class Painter:
         self.number = {job.spec.id: number for number, job in enumerate(scenario.jobs)}
 
     def letter(self, pipeline: str) -> str:
-        return LETTERS[self.number[pipeline] % len(LETTERS)]
+        """`#`: a pipeline of another run on the same cluster."""
+        return LETTERS[self.number[pipeline] % len(LETTERS)] if pipeline in self.number else "#"
 
     def colour(self, pipeline: str) -> str:
         """A rich colour name; "" for nobody."""

@@ -53,6 +53,8 @@ class _Link:
         self.outbox = Outbox()
         self.heard = now
         """When it last said anything (seconds of the loop's clock)."""
+        self.said = 0
+        """Frames it said since it listens to this incarnation."""
         self.synced = False
         """It has been told everything up to now, by this incarnation of the control plane."""
 
@@ -259,6 +261,7 @@ class ControlPlane:
         """Begin the outbox anew: the entries it has not seen, and which gates are open."""
         link.outbox = Outbox()
         link.synced = True
+        link.said = 0
         for lines in self._journal.chunks(seen, self._journal.entries):
             link.outbox.frame(wire.Entries(lines=lines))
         for crew in link.run.crews:
@@ -270,15 +273,18 @@ class ControlPlane:
                 else:
                     client.close_gate(engine.dp_rank)
 
-    async def say(self, run: str, incarnation: str, frames: bytes) -> bool:
-        """What a driver has to say, in order. False if it talks to an earlier incarnation: nothing was taken in."""
+    async def say(self, run: str, incarnation: str, number: int, frames: bytes) -> bool:
+        """What a driver has to say, in order; `number` is that of the first frame. False if it talks to an earlier
+        incarnation: nothing was taken in."""
         await self._open()
         self._check()
         link = self._links[run]
         link.heard = asyncio.get_running_loop().time()
         if incarnation != self._incarnation:
             return False
-        for frame in wire.unpack_up(frames):
+        said = wire.unpack_up(frames)
+        known, link.said = max(0, link.said - number), max(link.said, number + len(said))
+        for frame in said[known:]:
             if isinstance(frame, wire.Answered):
                 self._service.answered(frame.action, frame.failure)
             elif isinstance(frame.event, events.Message):

@@ -86,7 +86,8 @@ class Session:
         self._came = asyncio.Event()
         """An entry came."""
         self._synced = asyncio.Event()
-        self._saying = False
+        self._number = 0
+        """Of the first frame in `_out`, counted since this incarnation listens."""
         self._frozen = False
         self._entry = msgspec.json.Decoder(Entry)
 
@@ -156,26 +157,29 @@ class Session:
         while True:
             await self._to_say.wait()
             await self._synced.wait()
-            frames, self._out = self._out, deque()
             self._to_say.clear()
-            if frames:
-                self._saying = True
-                await self._say_now(list(frames))
-                self._saying = False
-                self._came.set()
+            while self._out:
+                await self._say_now(self._incarnation, list(self._out))
 
-    async def _say_now(self, frames: list[wire.Up]) -> None:
-        """What is not taken in is not lost: the next synchronisation says again what must be."""
+    async def _say_now(self, incarnation: str, frames: list[wire.Up]) -> None:
+        """Say it once; what was not taken in stays to be said. Numbers tell the other side what it knows already."""
         try:
-            taken = await self._control.say.remote(self._run, self._incarnation, wire.pack(frames))
+            taken = await self._control.say.remote(self._run, incarnation, self._number, wire.pack(frames))
         except ray.exceptions.RayActorError:
             taken = False
+        if incarnation != self._incarnation:
+            return  # somebody else listens now, and what is to be said was made up anew
         if not taken:
-            self._synced.clear()
+            await asyncio.sleep(RETRY_S)
+            return
+        self._number += len(frames)
+        for _ in frames:
+            self._out.popleft()
+        self._came.set()
 
     async def said(self) -> None:
         """Wait until everything said so far is in the log."""
-        while self._out or self._saying or self._unheard or self._answered:
+        while self._out or self._unheard or self._answered:
             self._came.clear()
             await self._came.wait()
 
@@ -189,7 +193,6 @@ class Session:
                     self._run, self._incarnation, self._after, self._entries
                 )
             except ray.exceptions.RayActorError as error:
-                self._synced.clear()
                 away += RETRY_S
                 if away > GIVE_UP_S:
                     raise OperationFailed(f"the control plane has been gone for {away:.0f} s") from error
@@ -238,8 +241,9 @@ class Session:
     def _resynchronise(self) -> None:
         """Another incarnation listens now: say again the telemetry that is not in its log. Ports repeat themselves."""
         self._out = deque(wire.Said(event=event) for event in self._unheard)
-        if self._out:
-            self._to_say.set()
+        self._number = 0
+        self._answered.clear()  # whatever was not taken will be commanded again
+        self._to_say.set()
         self._synced.set()
 
     def _take(self, entry: Entry) -> None:
@@ -296,7 +300,6 @@ class Session:
             or self.state.operations
             or self.state.timers
             or self._out
-            or self._saying
             or self._clock.pending
             or self.busy()
             or any(name not in self._ports for name in self.state.ledger.books)

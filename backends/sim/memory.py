@@ -63,10 +63,14 @@ class Device:
         return 0 if self.gone else self.capacity - self.used
 
     def holds(self, owner: str, kind: Kind) -> int:
-        return self.held.get(owner, {}).get(kind, 0)
+        kinds = self.held.get(owner)
+        return kinds.get(kind, 0) if kinds else 0
 
     def by_owner(self) -> dict[str, int]:
-        return {owner: sum(kinds.values()) for owner, kinds in self.held.items()}
+        return {
+            owner: sum(kinds.values()) if len(kinds) > 1 else next(iter(kinds.values()))
+            for owner, kinds in self.held.items()
+        }
 
     def add(self, owner: str, kind: Kind, amount: int) -> None:
         kinds = self.held.setdefault(owner, {})
@@ -103,7 +107,7 @@ class Watch:
         self.seen.succeed(why)
 
     def settled(self) -> bool:
-        return all(device.free >= need for device, need in zip(self.devices, self.need, strict=True))
+        return all([device.free >= need for device, need in zip(self.devices, self.need, strict=True)])
 
     def lost(self) -> str:
         return ", ".join(f"{device} is gone" for device in self.devices if device.gone)

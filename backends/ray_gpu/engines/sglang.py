@@ -59,6 +59,8 @@ class SglangEngine:
         self._keeper: threading.Thread | None = None
         self._before: set[Any] = set()
         """Children of this process that are not SGLang's."""
+        self._contexts: list[Any] = []
+        """ZeroMQ's in this process that are not SGLang's."""
         self._scratch: Path | None = None
         self._sizes = dict.fromkeys(TAGS, 0)
         self._asleep: set[str] = set()
@@ -86,6 +88,7 @@ class SglangEngine:
         flags = merged_flags(self.config, self._flags) | {"custom_weight_loader": [child.DOOR]}
         built: Future[Any] = Future()
         self._before = set(multiprocessing.active_children())
+        self._contexts = process.message_contexts()
         self._keeper = threading.Thread(
             target=self._live, args=(flags, architectures, built), name="sglang", daemon=True
         )
@@ -95,7 +98,7 @@ class SglangEngine:
             process.listen(self._engine)
             self._check_pool()
             self._sizes = planned | await self._measure()
-            process.forget_load_snapshots(self._engine)
+            process.forget_load_snapshots(self._scratch)
         except BaseException:
             await self.close()
             raise
@@ -147,6 +150,8 @@ class SglangEngine:
         for tag in TAGS:
             self._hold(tag, 0)
         if self._scratch is not None:
+            process.drop_contexts(self._contexts)
+            process.forget_load_snapshots(self._scratch)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def pids(self) -> tuple[int, ...]:

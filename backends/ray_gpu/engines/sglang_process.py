@@ -8,10 +8,12 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,28 @@ def build(flags: dict[str, Any], architectures: Sequence[str], scratch: Path) ->
     os.environ["LD_LIBRARY_PATH"] = ":".join(folder for folder in libraries if folder)
     child.allow_known_architectures()
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import PortArgs
 
     class Offline(Engine):
         run_scheduler_process_func = staticmethod(child.SCHEDULER)
         run_detokenizer_process_func = staticmethod(child.DETOKENIZER)
 
+        @classmethod
+        def _launch_subprocesses(cls, server_args: Any, **more: Any) -> Any:
+            ports = within(scratch, PortArgs.init_new(server_args))
+            return super()._launch_subprocesses(server_args=server_args, port_args=ports, **more)
+
     return Offline(**flags)
+
+
+def within(scratch: Path, ports: Any) -> Any:
+    """SGLang's `PortArgs` with every Unix socket in `scratch`, and its load snapshots named after that."""
+    for name, value in vars(ports).items():
+        if isinstance(value, str) and value.startswith("ipc://"):
+            Path(value.removeprefix("ipc://")).unlink(missing_ok=True)  # it was made to have a name that nobody has
+            setattr(ports, name, f"ipc://{scratch}/{name}")
+    ports.instance_id = scratch.name
+    return ports
 
 
 def _model_sources() -> Path:
@@ -93,10 +111,10 @@ def _end_process_if_failed(listener: "asyncio.Task[None]") -> None:
         os.kill(os.getpid(), signal.SIGQUIT)
 
 
-def forget_load_snapshots(engine: Any) -> None:
-    """Remove the file in which its processes tell each other their load. They have it mapped by now; after a kill
-    nobody would remove it."""
-    for file in SNAPSHOTS.glob(f"sglang_loads_{engine.port_args.instance_id}_*"):
+def forget_load_snapshots(scratch: Path) -> None:
+    """Remove the file in which its processes tell each other their load. Once all are up they have it mapped; after a
+    kill nobody would remove it."""
+    for file in SNAPSHOTS.glob(f"sglang_loads_{scratch.name}_*"):
         file.unlink(missing_ok=True)
 
 
@@ -108,7 +126,7 @@ def kill_children(others: set[Any]) -> None:
 
 
 def end(engine: Any) -> None:
-    """Kill SGLang's processes and wait until they are gone; remove what it left in the file system."""
+    """Kill SGLang's processes and wait until they are gone."""
     atexit.unregister(engine.shutdown)  # it would kill every child of this process, whoever's it is
     if engine.tokenizer_manager._subprocess_watchdog is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()
@@ -120,18 +138,26 @@ def end(engine: Any) -> None:
         process.kill()
     for process in processes:
         process.join()
-    for name in vars(engine.port_args).values():
-        if isinstance(name, str) and name.startswith("ipc://"):
-            Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 async def silence(engine: Any) -> None:
-    """End the tasks of SGLang's tokenizer manager on this event loop, and close its sockets."""
+    """End the tasks of SGLang's tokenizer manager on this event loop."""
     manager = engine.tokenizer_manager
     tasks: list[asyncio.Task[Any]] = [task for task in manager.asyncio_tasks if not task.done()]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler):
-        if hasattr(socket, "close"):
-            socket.close(linger=0)
+
+
+def message_contexts() -> list[Any]:
+    """Every context of ZeroMQ in this process."""
+    zmq = sys.modules.get("zmq")
+    return [one for one in gc.get_objects() if isinstance(one, zmq.Context)] if zmq is not None else []
+
+
+def drop_contexts(others: list[Any]) -> None:
+    """End all but `others`, with what is still unsent: when the last reference to one goes, it would wait for ever until
+    that was sent, to processes that are gone."""
+    for context in message_contexts():
+        if all(context is not other for other in others):
+            context.destroy(linger=0)

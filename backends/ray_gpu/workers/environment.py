@@ -7,6 +7,8 @@ COMMON = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Nothing here is compiled; importing the compiler alone takes seconds of every worker's start.
+    "TORCHDYNAMO_DISABLE": "1",
     # We choose each worker's GPUs ourselves; Ray is not to.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
