@@ -567,12 +567,12 @@ DEVICE, DTYPE = ("cuda", "bfloat16") if ON_GPU else ("cpu", "float32")
 
 
 def make_model(folder, seed=0, scale=0.3):
-    """A small random Llama; heads of 16, the least that SGLang's kernels take."""
+    """A small random Llama; heads of 64, as SGLang's kernels want them."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(getattr(torch, DTYPE))
     with torch.no_grad():

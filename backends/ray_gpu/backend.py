@@ -21,6 +21,8 @@ import msgspec
 
 from backends.ray_gpu import cluster, wire
 from backends.ray_gpu.checks import check_scenario
+from backends.ray_gpu.devices.budget import budget_of
+from backends.ray_gpu.needs import adapted
 from backends.ray_gpu.clock import RealClock
 from backends.ray_gpu.places import DESK, namespace_of, trainer_name
 from backends.ray_gpu.plan import CrewPlan
@@ -31,6 +33,7 @@ from core.config import Fault, Scenario
 from core.errors import OperationFailed
 from core.model import Role
 from core.service import Listener
+from core.topology import check_world
 
 T = TypeVar("T")
 SETTLE_NS = 2_000_000_000
@@ -59,6 +62,8 @@ class RayBackend:
         heartbeat_s: float = 20.0,
     ) -> None:
         check_scenario(scenario, device)
+        scenario = adapted(scenario, device, budget_of(device, tuple(devices or ()), scenario.cluster, address))
+        check_world(scenario)
         options = wire.ClusterOptions(device=device, devices=tuple(devices or ()), heartbeat_s=heartbeat_s)
         crews = [
             CrewPlan(

@@ -129,8 +129,9 @@ class Crew:
         name = trainer_name(Role.ACTOR_TRAIN, rank)
         node = self._cluster.node_of(gpu)
         return self._make(
-            name, TrainerWorker, node, (gpu,), 4, self.plan, self._places.session, rank, port, self._budgets(node), epoch
-        )
+            name, TrainerWorker, node, (gpu,), 4, self.plan, self._places.session, rank, port, self._budgets(node),
+            epoch, self._fleet.uuid(gpu),
+        )  # fmt: skip
 
     async def _make_engine(self, rank: int) -> Any:
         node, gpus = self._engine_node(rank), self.plan.job.spec.infer.bundle(rank)

@@ -45,6 +45,9 @@ class Fleet:
         self._crews: dict[str, Crew] = {}
         self._agents: list[Any] = []
         self._node_ids: list[str] = []
+        self.devices: dict[int, str] = {}
+        """What each logical GPU really is."""
+        self._uuids: dict[int, str] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._emit: Callable[[events.AnyEvent], None] = lambda event: None
 
@@ -63,7 +66,9 @@ class Fleet:
             )  # fmt: skip
         self._node_ids = [node["NodeID"] for node in alive[: self._cluster.nodes]]
         self._agents = [self._agent(number) for number in range(self._cluster.nodes)]
-        await asyncio.gather(*(agent.ready.remote() for agent in self._agents))
+        for ready in await asyncio.gather(*(agent.ready.remote() for agent in self._agents)):
+            self.devices |= ready["devices"]
+            self._uuids |= ready["uuids"]
         self._start(self._look_at_nodes())
 
     def _agent(self, node: int) -> Any:
@@ -83,6 +88,10 @@ class Fleet:
 
     def agent(self, node: int) -> Any:
         return self._agents[node]
+
+    def uuid(self, gpu: int) -> str:
+        """Of the card of a logical GPU; empty on a CPU."""
+        return self._uuids.get(gpu, "")
 
     def physical(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """The physical GPUs, on their own node, of logical ones; each once."""

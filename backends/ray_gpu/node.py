@@ -9,7 +9,6 @@ Rules of this room:
 """
 
 import asyncio
-import os
 import shutil
 import socket
 import time
@@ -43,9 +42,9 @@ class NodeAgent:
         self._receivers: dict[tuple[str, int], Receiver] = {}
         """Versions that are being copied to this node, by pipeline and version."""
 
-    async def ready(self) -> dict[str, object]:
-        """That it lives, and what it found out about its devices."""
-        return {"pid": os.getpid(), "devices": self._watch.describe()}
+    async def ready(self) -> dict[str, dict[int, str]]:
+        """That it lives, and what it found out about its devices: in words, and the UUIDs of real cards."""
+        return {"devices": self._watch.describe(), "uuids": self._watch.uuids()}
 
     # --- memory ----------------------------------------------------------------------------------------
 

@@ -14,6 +14,12 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from backends.ray_gpu.devices.process import Process, started_at
+from core.model import Record
+
+
+class _Page(Record, frozen=True, kw_only=True):
+    processes: list[tuple[int, int]] = []  # noqa: RUF012  msgspec gives each its own
+    gpus: tuple[int, ...] = ()
 
 
 class Processes:
@@ -22,14 +28,23 @@ class Processes:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def record(self, owner: str, pids: tuple[int, ...]) -> None:
-        """These are all the processes of `owner` from now on."""
+    def record(self, owner: str, pids: tuple[int, ...], gpus: tuple[int, ...] = ()) -> None:
+        """These are all the processes of `owner` from now on, and its logical GPUs."""
         self._directory.mkdir(parents=True, exist_ok=True)
         found = [(pid, started) for pid in dict.fromkeys(pids) if (started := started_at(pid)) is not None]
         file = self._file(owner)
         half = file.with_suffix(".half")
-        half.write_bytes(msgspec.json.encode(found))
+        half.write_bytes(msgspec.json.encode(_Page(processes=found, gpus=gpus)))
         half.rename(file)
+
+    def by_owner(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of every worker: pids of its recorded processes that live, and its logical GPUs."""
+        found = {}
+        for owner in self.owners():
+            page = self._page(owner)
+            pids = tuple(pid for pid, started in page.processes if Process(pid, started).alive)
+            found[owner] = (pids, page.gpus)
+        return found
 
     def owners(self, pipeline: str | None = None) -> list[str]:
         """Recorded workers, of one pipeline or of all."""
@@ -38,11 +53,8 @@ class Processes:
 
     def of(self, owner: str) -> list[Process]:
         """Its living processes: those recorded, and their descendants."""
-        with suppress(FileNotFoundError):
-            recorded = msgspec.json.decode(self._file(owner).read_bytes(), type=list[tuple[int, int]])
-            alive = [process for pid, started in recorded if (process := Process(pid, started)).alive]
-            return _with_descendants(alive)
-        return []
+        processes = [Process(pid, started) for pid, started in self._page(owner).processes]
+        return _with_descendants([process for process in processes if process.alive])
 
     def signal(self, owner: str, number: int) -> int:
         """Send a signal to all of its processes; how many there were."""
@@ -57,6 +69,12 @@ class Processes:
         number = self.signal(owner, signal.SIGKILL)
         self._file(owner).unlink(missing_ok=True)
         return number
+
+    def _page(self, owner: str) -> _Page:
+        try:
+            return msgspec.json.decode(self._file(owner).read_bytes(), type=_Page)
+        except FileNotFoundError:
+            return _Page()
 
     def _file(self, owner: str) -> Path:
         return self._directory / f"{quote(owner, safe='')}.json"

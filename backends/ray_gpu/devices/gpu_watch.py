@@ -66,6 +66,9 @@ class GpuWatch:
             )
         return told
 
+    def uuids(self) -> dict[int, str]:
+        return {gpu.id: gpu.uuid for gpu in self.world.gpus}
+
     def close(self) -> None:
         self._nvml.close()
 

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from backends.ray_gpu.devices.slots import Slots
 from backends.ray_gpu.places import Places
+from backends.ray_gpu.processes import Processes
 
 
 class Watch(Protocol):
@@ -19,6 +20,10 @@ class Watch(Protocol):
 
     def describe(self) -> dict[int, str]:
         """What each logical GPU really is."""
+        ...
+
+    def uuids(self) -> dict[int, str]:
+        """Of the cards behind logical GPUs, where there are cards."""
         ...
 
 
@@ -40,6 +45,9 @@ class SlotWatch:
     def describe(self) -> dict[int, str]:
         return {gpu: f"a CPU slot of {budget} bytes" for gpu, budget in self._slots.budgets.items()}
 
+    def uuids(self) -> dict[int, str]:
+        return {}
+
 
 def open_watch(device: str, places: Places, budgets: dict[int, int], devices: tuple[int, ...]) -> Watch:
     """For this node's logical GPUs with these budgets (bytes by id)."""
@@ -47,4 +55,4 @@ def open_watch(device: str, places: Places, budgets: dict[int, int], devices: tu
         return SlotWatch(Slots(places.slots, budgets))
     from backends.ray_gpu.devices.gpu_watch import GpuWatch
 
-    return GpuWatch(places, budgets, devices)
+    return GpuWatch(Processes(places.processes).by_owner, budgets, devices)

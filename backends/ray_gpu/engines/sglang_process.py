@@ -156,8 +156,8 @@ def message_contexts() -> list[Any]:
 
 
 def drop_contexts(others: list[Any]) -> None:
-    """End all but `others`, with what is still unsent: when the last reference to one goes, it would wait for ever until
-    that was sent, to processes that are gone."""
+    """End all but `others`, with what is still unsent: when the last reference to one goes, it would wait until that
+    was sent, and so for ever, because the processes that it is for are gone."""
     for context in message_contexts():
         if all(context is not other for other in others):
             context.destroy(linger=0)

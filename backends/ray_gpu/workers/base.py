@@ -10,18 +10,19 @@ from core.errors import StaleLease
 
 
 class Worker:
-    def __init__(self, plan: CrewPlan, session: str, name: str) -> None:
+    def __init__(self, plan: CrewPlan, session: str, name: str, gpus: tuple[int, ...] = ()) -> None:
         self.plan = plan
         self.job = plan.job
         self.name = name
         self.places = Places(session)
         self.owner = owner(plan.id, name)
+        self.gpus = gpus
         self._epoch = -1
         self.record()
 
     def record(self, *children: int) -> None:
         """Write down which processes this worker consists of."""
-        Processes(self.places.processes).record(self.owner, (os.getpid(), *children))
+        Processes(self.places.processes).record(self.owner, (os.getpid(), *children), self.gpus)
 
     def live(self) -> None:
         """Never returns: whoever waits for it hears of this process's death."""

@@ -9,7 +9,6 @@ from backends.ray_gpu.plan import CrewPlan
 
 COMMON = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that CUDA counts cards as NVML does
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation relies on it
     **NO_MULTICAST,
     **NCCL_BOTH_SIDES,
 }
@@ -20,9 +19,7 @@ SMALL_COMMUNICATORS = {"NCCL_MAX_NCHANNELS": "1", "NCCL_BUFFSIZE": str(1 << 20)}
 def cuda_environment(plan: CrewPlan, name: str) -> dict[str, str]:
     """For the worker `name` of a pipeline."""
     if name.startswith("engine-"):
-        found = COMMON | engine_environment("cuda", str(kernels()))
-        del found["CUDA_DEVICE_MAX_CONNECTIONS"]  # SGLang has a setting of its own
-        return found
+        return COMMON | engine_environment("cuda", str(kernels()))
     return COMMON | (SMALL_COMMUNICATORS if len(plan.train_gpus) == 1 else {})
 
 

@@ -27,11 +27,10 @@ class EngineWorker(Worker):
     """An async Ray actor."""
 
     def __init__(self, plan: CrewPlan, session: str, rank: int, port: int, budgets: dict[int, int]) -> None:
-        super().__init__(plan, session, engine_name(rank))
+        super().__init__(plan, session, engine_name(rank), plan.job.spec.infer.bundle(rank))
         self._rank = rank
         self._port = port
-        self._gpus = plan.job.spec.infer.bundle(rank)
-        self._memory = DeviceMemory(plan, self.places, self.owner, self._gpus, budgets)
+        self._memory = DeviceMemory(plan, self.places, self.owner, self.gpus, budgets)
         self._turn = asyncio.Lock()
         self._gate = False
         self._awake = False
@@ -43,7 +42,7 @@ class EngineWorker(Worker):
 
     async def build(self) -> None:
         """Load the model, then sleep. Raises OperationFailed, OutOfMemory or ConfigError."""
-        self._engine = await asyncio.to_thread(make_engine, self.plan, self._gpus, self._port, self._memory)
+        self._engine = await asyncio.to_thread(make_engine, self.plan, self.gpus, self._port, self._memory)
         await self._engine.start()
         self.record(*self._engine.pids())
         await self._engine.sleep()
@@ -80,11 +79,10 @@ class EngineWorker(Worker):
         """Weights first, then the KV cache: it has room only once nothing else of the load is in the way."""
         if not self._awake:
             raise OperationFailed(f"{self.owner} is asleep and cannot be synced")
-        if self._engine.version == action.version:
-            return
-        await self._empty(action.emptying, action.drain)
-        with self._cache().reading(action.version) as manifest:
-            await self._engine.update_weights(manifest, action.version, self.plan.verify_weights)
+        if self._engine.version != action.version:
+            await self._empty(action.emptying, action.drain)
+            with self._cache().reading(action.version) as manifest:
+                await self._engine.update_weights(manifest, action.version, self.plan.verify_weights)
         await self._engine.wake(("kv_cache",))
 
     def _cache(self) -> Any:

@@ -20,13 +20,22 @@ class TrainerWorker(Worker):
     """A threaded Ray actor; phases come one at a time."""
 
     def __init__(
-        self, plan: CrewPlan, session: str, rank: int, port: int, budgets: dict[int, int], epoch: int
+        self,
+        plan: CrewPlan,
+        session: str,
+        rank: int,
+        port: int,
+        budgets: dict[int, int],
+        epoch: int,
+        uuid: str,
     ) -> None:
-        super().__init__(plan, session, trainer_name(Role.ACTOR_TRAIN, rank))
+        """`uuid`: of the card that this rank is to run on; empty on a CPU."""
+        super().__init__(plan, session, trainer_name(Role.ACTOR_TRAIN, rank), (plan.train_gpus[rank],))
         self._rank = rank
         self._port = port
+        self._uuid = uuid
         self._epoch = epoch
-        self._memory = DeviceMemory(plan, self.places, self.owner, (plan.train_gpus[rank],), budgets)
+        self._memory = DeviceMemory(plan, self.places, self.owner, self.gpus, budgets)
         self._trainer: Any = None
         self._loaded = False
 
@@ -36,6 +45,8 @@ class TrainerWorker(Worker):
         from backends.ray_gpu.training.records import TrainerConfig
         from backends.ray_gpu.training.trainer import Trainer
 
+        if self.plan.device == "cuda":
+            self._prove()
         workload = settled(self.job.workload, self.plan.device)
         group = self.job.spec.group(Role.ACTOR_TRAIN)
         assert group is not None
@@ -52,6 +63,14 @@ class TrainerWorker(Worker):
         self._trainer.build()
         self._memory.hold("train", self._trainer.loaded_bytes())
         self._loaded = True
+
+    def _prove(self) -> None:
+        """This process sees the card it was meant for, and no other. Raises OperationFailed."""
+        from backends.ray_gpu.devices.cuda_map import cuda_uuids
+
+        found = cuda_uuids()
+        if found != (self._uuid,):
+            raise OperationFailed(f"{self.owner} was to see the card {self._uuid}, and sees {found or 'none'}")
 
     def phase(self, phase: str, epoch: int, version: int, rows: Any = None) -> dict[str, float]:
         """Run one phase; what it measured. Raises OperationFailed, OutOfMemory or StaleLease."""
