@@ -43,5 +43,7 @@ def show_s(nanos: int) -> str:
 
 
 def show_gib(n_bytes: int) -> str:
-    """Memory as a person reads it: ``12.5 GiB``."""
+    """Memory as a person reads it: ``12.5 GiB``; little of it in a smaller unit, for 0 GiB would say nothing."""
+    if 0 < n_bytes < BYTES_PER_GIB // 100:
+        return f"{n_bytes / 1024:.1f} KiB" if n_bytes < 1 << 20 else f"{n_bytes / (1 << 20):.1f} MiB"
     return f"{n_bytes / BYTES_PER_GIB:.2f}".rstrip("0").rstrip(".") + " GiB"

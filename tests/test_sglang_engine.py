@@ -7,8 +7,10 @@ import importlib.util
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -123,6 +125,25 @@ def test_only_the_models_own_module_is_imported(tmp_path):
     (tmp_path / "qwen3.py").write_text("from x import LlamaForCausalLM\nclass Qwen3ForCausalLM(nn.Module): ...")
     assert other_models(tmp_path, ["LlamaForCausalLM"]) == "qwen3"
     assert other_models(tmp_path, ["NewForCausalLM"]) == ""
+
+
+def test_sockets_lie_in_the_engines_own_folder(tmp_path):
+    from backends.ray_gpu.engines.sglang_process import within
+
+    made = tmp_path / "made"
+    made.touch()
+    ports = within(
+        Path("/t/sglang-x"), SimpleNamespace(a=f"ipc://{made}", b="ipc:///none", nccl_port=5, instance_id="i")
+    )
+    assert vars(ports) == {
+        "a": "ipc:///t/sglang-x/0",
+        "b": "ipc:///t/sglang-x/1",
+        "nccl_port": 5,
+        "instance_id": "sglang-x",
+    }
+    assert not made.exists()
+    with pytest.raises(ConfigError, match="too long a path for Unix sockets; set TMPDIR to a shorter one"):
+        within(Path("/" + "t" * 110), ports)
 
 
 # --- requests and answers -----------------------------------------------------------------------------------
@@ -593,13 +614,19 @@ def publish(folder, model, version):
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory):
-    """(run, engine, cache folder, model of the folder): one real engine for all tests below, and nothing left of it."""
+def real_model(tmp_path_factory):
+    """(folder, model): what real engines serve, in a process that is ready for them."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("the package sglang is not installed")
     folder = tmp_path_factory.mktemp("sglang")
-    model = make_model(folder / "model")
     os.environ |= environment(DEVICE)
+    return folder, make_model(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def live(real_model):
+    """(run, engine, cache folder, model of the folder): one real engine for all tests below, and nothing left of it."""
+    folder, model = real_model
     config = EngineConfig(
         model=str(folder / "model"), kv_tokens=20_000, max_running=64, device=DEVICE, dtype=DTYPE, seed=1
     )
@@ -860,12 +887,13 @@ if __name__ == "__main__":
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("victim", [0, 1], ids=["the process that holds it", "its scheduler"])
-def test_a_real_engine_that_loses_a_process_takes_all_its_processes_along(live, tmp_path, victim):
-    _, _, cache, _ = live
+def test_a_real_engine_that_loses_a_process_takes_all_its_processes_along(real_model, tmp_path, victim):
+    folder, _ = real_model
     script = tmp_path / "serve.py"
     script.write_text(SERVE)
-    command = [sys.executable, str(script), str(cache.parent / "model"), DEVICE, DTYPE]
-    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, str(script), str(folder / "model"), DEVICE, DTYPE]
+    scratch = tempfile.mkdtemp(prefix="k")
+    env = os.environ | {"TMPDIR": scratch, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as server:
         pids = [int(pid) for pid in server.stdout.readline().split()]
         assert len(pids) == 3
@@ -875,6 +903,8 @@ def test_a_real_engine_that_loses_a_process_takes_all_its_processes_along(live, 
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    shutil.rmtree(scratch)  # what a killed engine leaves lies in its TMPDIR, and nowhere else
+    assert not list(Path("/dev/shm").glob("sglang_*"))
 
 
 @pytest.mark.sglang

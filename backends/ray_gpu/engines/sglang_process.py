@@ -23,6 +23,8 @@ from backends.ray_gpu.engines.sglang_setup import cuda_libraries, other_models
 from core.errors import ConfigError, OperationFailed, TurnstileError
 
 SNAPSHOTS = Path("/dev/shm")
+SOCKET_PATH_MAX = 107
+"""Bytes of the path of a Unix socket (unix(7)), the zero at its end left out."""
 
 
 def build(flags: dict[str, Any], architectures: Sequence[str], scratch: Path) -> Any:
@@ -51,11 +53,17 @@ def build(flags: dict[str, Any], architectures: Sequence[str], scratch: Path) ->
 
 
 def within(scratch: Path, ports: Any) -> Any:
-    """SGLang's `PortArgs` with every Unix socket in `scratch`, and its load snapshots named after that."""
-    for name, value in vars(ports).items():
-        if isinstance(value, str) and value.startswith("ipc://"):
-            Path(value.removeprefix("ipc://")).unlink(missing_ok=True)  # it was made to have a name that nobody has
-            setattr(ports, name, f"ipc://{scratch}/{name}")
+    """SGLang's `PortArgs` with every Unix socket in `scratch`, and its load snapshots named after that.
+
+    Raises ConfigError if the folder's path is too long for sockets in it.
+    """
+    sockets = [name for name, value in vars(ports).items() if isinstance(value, str) and value.startswith("ipc://")]
+    if len(f"{scratch}/{len(sockets)}") > SOCKET_PATH_MAX:
+        raise ConfigError("TMPDIR", f"{scratch} is too long a path for Unix sockets", "set TMPDIR to a shorter one")
+    for number, name in enumerate(sockets):
+        # SGLang has made a file there, to have a name that nobody else has.
+        Path(getattr(ports, name).removeprefix("ipc://")).unlink(missing_ok=True)
+        setattr(ports, name, f"ipc://{scratch}/{number}")
     ports.instance_id = scratch.name
     return ports
 
