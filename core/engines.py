@@ -144,7 +144,7 @@ def _watch_again(state: State, tenant: Engine | Request) -> None:
         watch_gpu(state, gpu, tenant.book, None)
 
 
-def memory_seen(state: State, clearing: Clearing, free: dict[int, int]) -> None:
+def memory_seen(state: State, clearing: Clearing, look: actions.AwaitMemory, free: dict[int, int]) -> None:
     """The device shows enough free memory: the GPU is free."""
     ledger = state.ledger
     gpu = ledger.gpus[clearing.gpu]
@@ -155,7 +155,7 @@ def memory_seen(state: State, clearing: Clearing, free: dict[int, int]) -> None:
         gpu.given_up = False
         state.touch(None, (gpu.id,))
     gpu.free = free.get(gpu.id, gpu.free)
-    _note_growth(state, gpu, clearing)
+    _note_growth(state, gpu, clearing, look)
     ledger.free(gpu.id)
     settle(state, clearing.book)
 
@@ -165,8 +165,11 @@ def _expected_free(state: State, gpu: int) -> int:
     return state.ledger.cluster.gpu_memory - expected_residue(state.ledger.residents(gpu), gpu)
 
 
-def _note_growth(state: State, gpu: Gpu, clearing: Clearing) -> None:
-    more = max(0, _expected_free(state, gpu.id) - gpu.free)
+def _note_growth(state: State, gpu: Gpu, clearing: Clearing, look: actions.AwaitMemory) -> None:
+    expected = _expected_free(state, gpu.id)
+    if look.expect and expected > look.expect[0] + gpu.growth:
+        return  # somebody has left since the look was ordered; what it saw of theirs is no growth
+    more = max(0, expected - gpu.free)
     if more > gpu.growth:
         releaser = clearing.book
         text = f"GPU {gpu.id}: {show_gib(more)} more than declared stay behind; {releaser.id} released it last"

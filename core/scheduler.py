@@ -151,7 +151,7 @@ def _memory(state: State, action: Action, clearing: Clearing, failure: str | Non
     if gpu.watch != action.action or gpu.hold not in (Hold.CLEARING, Hold.QUARANTINED):
         return
     if failure is None:
-        memory_seen(state, clearing, free)
+        memory_seen(state, clearing, action, free)  # type: ignore[arg-type]
     else:
         memory_missing(state, clearing, failure)
 

@@ -22,8 +22,10 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Memory is accounted by the scheduler; a monitor that kills the largest process would only hide who took it.
     "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_DEDUP_LOGS": "0",
 }
+# What Ray's daemons have to say goes to the driver's standard output, where the result may be. Ray leaves out what
+# matches this pattern, if it looks for repetitions at all. What happened to a worker we say ourselves.
+MUTE = {"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 
 
 def connect(address: str | None) -> bool:
@@ -31,6 +33,7 @@ def connect(address: str | None) -> bool:
 
     Raises ConfigError if there is none at that address, or it runs another version of Ray or Python.
     """
+    os.environ.update(MUTE)
     if address is None:
         _start()
         return True

@@ -58,7 +58,7 @@ class Fleet:
         self._emit = emit
         alive = [node for node in ray.nodes() if node["Alive"]]
         # The head node first, then by address: the same order for every process that asks.
-        alive.sort(key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"]))
+        alive.sort(key=_place)
         if len(alive) < self._cluster.nodes:
             raise ConfigError(
                 "cluster.nodes", f"{self._cluster.nodes} are declared, the Ray cluster has {len(alive)}",
@@ -210,3 +210,8 @@ class Fleet:
                     self._emit(
                         events.MemoryUsed(gpu=gpu, used=sum(by.values()), capacity=self._cluster.gpu_memory, by=by)
                     )
+
+
+def _place(node: dict[str, Any]) -> tuple[bool, str, str]:
+    """Two nodes may have one address: then their ids decide."""
+    return "node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]

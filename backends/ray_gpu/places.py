@@ -14,7 +14,7 @@ from core.model import Role
 
 CONTROL = "control"
 CONTROL_NAMESPACE = "turnstile"
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm"
 
 
 class Places(NamedTuple):
@@ -28,9 +28,10 @@ class Places(NamedTuple):
 
     @property
     def memory(self) -> Path:
-        """In shared memory where the system has it; elsewhere weights are files on disk."""
-        base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        return base / f"turnstile-{self.session}"
+        """In shared memory where the system has it; elsewhere weights are files on disk. TURNSTILE_SHARED_MEMORY, in the
+        environment of a node's Ray, names another folder for that node."""
+        base = Path(os.environ.get("TURNSTILE_SHARED_MEMORY") or SHARED_MEMORY)
+        return (base if base.is_dir() else Path(tempfile.gettempdir())) / f"turnstile-{self.session}"
 
     @property
     def journal(self) -> Path:

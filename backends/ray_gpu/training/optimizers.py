@@ -200,15 +200,19 @@ class DistributedAdam:
         return self.inner.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
 
     def load_state(self, state: dict[str, Any]) -> None:
+        for part in self._parts():
+            _leave_counters_alone(part)
         self.inner.load_state_dict(state)
         for optimizer in self._torch_optimizers():
             for mine in optimizer.state.values():
                 # Megatron hands one counter to all parameters, and AdamW would count it up once for each.
                 mine["step"] = mine["step"].clone()
 
+    def _parts(self) -> list[Any]:
+        return getattr(self.inner, "chained_optimizers", [self.inner])
+
     def _torch_optimizers(self) -> list[torch.optim.Optimizer]:
-        parts = getattr(self.inner, "chained_optimizers", [self.inner])
-        return [part.optimizer for part in parts if part.optimizer is not None]
+        return [part.optimizer for part in self._parts() if part.optimizer is not None]
 
     def _reduce(self) -> None:
         """Sum over data-parallel ranks; then what tensor-parallel ranks and tied stages share.
@@ -225,6 +229,13 @@ class DistributedAdam:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bad.item():
             raise OperationFailed("the gradient is not finite; no weight was changed")
+
+
+def _leave_counters_alone(part: Any) -> None:
+    """Let Megatron load moments beside AdamW's step counters. It takes a counter for one more sharded tensor, looks for
+    it among those of the checkpoint, where it never is (they are in the parameter groups), and fails."""
+    inner = part._set_main_param_and_optimizer_states
+    part._set_main_param_and_optimizer_states = lambda param, tensors: inner(param, {"step": None, **tensors})
 
 
 def _decayed_apart(params: Iterable[Tensor], weight_decay: float) -> list[dict]:
