@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from core import actions, events
 from core.budget import check_fit
-from core.demand import feed, progressed, released, signal_arrived
+from core.demand import demand, feed, progressed, released, signal_arrived
 from core.engines import deliver_grant, kill, quarantine, settle, watch_gpu
 from core.errors import Conflict, RequestError, UnknownName
 from core.leases import check_empty_handed, check_request, drop_request, end_lease, file_request, lease_of, release
@@ -244,21 +244,24 @@ def _complete(state: State, message: events.TrajectoryCompleted) -> None:
     book.batches[batch.batch] = BatchState(
         batch=batch.batch, target=batch.target, delivered=message.delivered, kind=batch.kind
     )
+    policy = state.ledger.policy
+    before = demand(book, policy)
     book.open_demand -= message.delivered - batch.delivered
     progressed(book)
+    more = demand(book, policy) > before  # a report tells the policies `signal` and `floor` what they had forgotten
     shielded = state.shields(book)
-    feed(book, state.ledger.policy, state.ledger.now, progress=True)
+    feed(book, policy, state.ledger.now, progress=True)
     first = False
     if 0 <= message.dp_rank < len(book.engines):
         engine = book.engines[message.dp_rank]
         engine.completed += 1
         engine.deaths = 0
         first = engine.completed == 1
-    if not book.open_demand or book.planned_at - book.open_demand > book.open_target // BANDS:
+    done = not book.open_demand
+    drifted = done or book.planned_at - book.open_demand > book.open_target // BANDS
+    if drifted:
         book.planned_at = book.open_demand
-        if not book.open_demand or state.coveted(book):
-            state.touch(book)
-    elif shielded or (first and state.awaited(book)):
+    if done or more or shielded or (drifted and state.coveted(book)) or (first and state.awaited(book)):
         state.touch(book)
 
 

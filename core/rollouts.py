@@ -19,7 +19,7 @@ from core.draft import Draft
 from core.ledger import Engine, Lease, PipelineBook, Request
 from core.regions import GpuClass
 from core.shares import Claim, balance, round_off
-from core.turns import NEARLY_FINISHED, turn_end
+from core.turns import NEARLY_FINISHED, stay, turn_end
 
 WHOLE = 1 - 1e-6
 """One engine, less what a sum of floats may lack."""
@@ -36,7 +36,7 @@ FIRST_ENGINE = (
 class Wish:
     """One pipeline with demand, in this region."""
 
-    __slots__ = ("book", "tp", "claim", "exact", "target", "most", "fresh", "left")
+    __slots__ = ("book", "tp", "claim", "exact", "target", "most", "fresh", "left", "stays")
 
     def __init__(self, book: PipelineBook, wanted: int, base: int, up: int) -> None:
         self.book = book
@@ -48,6 +48,7 @@ class Wish:
         self.target = 0
         """Whole engines; known once `Survey.round_off` was asked for them."""
         self.left = book.left_fraction
+        self.stays = stay(book)
         self.fresh = up == 0
         """Had no engine when planning began: it may be filled up to its share at donors' expense."""
 
@@ -147,11 +148,11 @@ class Market:
         draft, gpus, tenants = self.draft, self.draft.ledger.gpus, self.draft.tenants
         victims: dict[Engine | Lease | Request, None] = {}
         for gpu in engine.gpus:
-            if not gpus[gpu].usable:
-                return None
             tenant = tenants[gpu]
             if tenant is not None:
                 victims[tenant] = None
+            elif not gpus[gpu].usable:
+                return None
         left = 0.0
         taken: dict[PipelineBook, int] = {}
         for victim in victims:
@@ -162,8 +163,8 @@ class Market:
                 if self._foreign(victim):
                     return None
                 continue
-            taken[wish.book] = taken.get(wish.book, 0) + 1
-            if self._gives(victim, wish, taken[wish.book], mode) < 0:
+            taken[wish.book] = count = taken.get(wish.book, 0) + 1
+            if self._gives(victim, wish, count, mode) < 0:
                 return None
             if wish.left > left:
                 left = wish.left
@@ -186,7 +187,8 @@ class Market:
                 return -1
             if mode == "rich" and wish.left < NEARLY_FINISHED:
                 return -1
-        end = turn_end(engine, not engine.completed and (remaining == 0 or draft.bears_turn(engine)))
+        only = not engine.completed and (remaining == 0 or draft.bears_turn(engine))
+        end = turn_end(engine, only, wish.stays)
         if end is None or end > draft.ledger.now:
             draft.review(end)
             return -1

@@ -17,21 +17,23 @@ NEARLY_FINISHED = 0.1
 """Share of the open batches still to come below which a donor is spared."""
 
 
-def turn_end(engine: Engine, only: bool) -> int | None:
+def stay(book: PipelineBook) -> int:
+    """How long (ns) its engines keep their GPUs against other rollouts, apart from a turn."""
+    residence = book.spec.min_residence
+    return 2 * residence if book.left_fraction < NEARLY_FINISHED else residence
+
+
+def turn_end(engine: Engine, only: bool, stays: int | None = None) -> int | None:
     """The instant (ns) from which the engine may be given to another rollout; None: not before it was routable.
 
-    `only`: the pipeline has no other engine to rely on, so this is its turn.
+    `only`: the pipeline has no other engine to rely on, so this is its turn. `stays`: what `stay` says, where known.
     """
-    book = engine.book
     if engine.routable_since < 0 or engine.state not in UP:
         return None
-    residence = book.spec.min_residence
-    end = engine.routable_since + residence
+    book = engine.book
     if only and not engine.completed:
-        end = engine.routable_since + max(residence, book.spec.limits.turn)
-    elif book.left_fraction < NEARLY_FINISHED:
-        end += residence
-    return end
+        return engine.routable_since + max(book.spec.min_residence, book.spec.limits.turn)
+    return engine.routable_since + (stay(book) if stays is None else stays)
 
 
 def outranks(book: PipelineBook, request_due: int) -> bool:

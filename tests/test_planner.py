@@ -1,6 +1,7 @@
 """The planner's decisions, one by one: snapshots in, plans out. No clock, no loop."""
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from hypothesis import strategies as st
 
 from core import actions, events
 from core.errors import ConfigError
+from core.ledger import Engine
 from core.model import DemandPolicy, Priority, Role
+from core.planner import plan
+from core.regions import Regions
+from core.rollouts import Market
 from core.shares import Claim, balance, round_off
-from core.snapshot import plan_snapshot
+from core.snapshot import plan_snapshot, read_ledger
 
 
 def pipeline(name: str, gpus: Any, awake: Any = (), target: int = 0, done: int = 0, tp: int = 1) -> dict[str, Any]:
@@ -287,6 +292,52 @@ def test_a_plan_is_possible_leaves_no_usable_gpu_idle_and_shrinks_nobody_for_not
             assert needed & set(p["infer"]["gpus"][rank * tp : (rank + 1) * tp]), f"{p['id']}/{rank} shrunk for nobody"
 
 
+def crowd(seed: int) -> dict[str, Any]:
+    """A random world that is full: wide and narrow engines hold every GPU, and everybody wants more of them."""
+    draw = random.Random(seed)
+    gpus, taken = 16, set[int]()
+    pipelines = []
+    for name in "abcdefgh"[: draw.randint(3, 8)]:
+        tp = draw.choice((1, 2, 4, 8))
+        bundles = [tuple(range(i, i + tp)) for i in range(0, gpus, tp) if draw.random() < 0.8] or [tuple(range(tp))]
+        awake = []
+        for rank, bundle in enumerate(bundles):
+            if not taken & {*bundle} and draw.random() < 0.5:
+                taken |= {*bundle}
+                awake.append(rank)
+        target = draw.randint(1, 60)
+        mapping = [gpu for bundle in bundles for gpu in bundle]
+        pipelines.append(pipeline(name, mapping, awake, target, draw.randint(0, target), tp))
+    return {"gpus": gpus, "pipelines": pipelines, "held": [], "requests": []}
+
+
+def planned(snapshot: dict[str, Any]) -> list[list[str]]:
+    ledger = read_ledger(snapshot)
+    made = plan(ledger, Regions(ledger))
+    steps = (made.grants, made.revoked, made.shrinks, made.expands)
+    return [*([f"{subject}: {why}" for subject, why in step] for step in steps), sorted(book.id for book in made.unmet)]
+
+
+def test_pricing_again_only_what_was_left_over_gives_the_plan_of_pricing_everything_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wide engine makes way for a narrow one: what lies on its other GPUs is priced again, and nothing else."""
+    worlds = [crowd(seed) for seed in range(600)]
+    quick = [planned(world) for world in worlds]
+    left_over = []
+
+    def sold(self: Market, engine: Engine) -> None:
+        left = [gpu for victim in self.draft.gone_last for gpu in victim.gpus if gpu not in engine.gpus]
+        if left:
+            left_over.append(left)
+            self.survey.idle.extend(left)
+            self._heaps.clear()
+
+    monkeypatch.setattr(Market, "sold", sold)
+    assert [planned(world) for world in worlds] == quick
+    assert len(left_over) > 100
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=8), st.integers(1, 64))
 def test_shares_use_every_gpu_and_stay_within_one_engine_of_proportional(weights: list[int], gpus: int) -> None:
@@ -343,6 +394,24 @@ def test_a_turn_ends_at_its_limit_even_if_nothing_was_completed() -> None:
     world.sleep(310)
     world.settle()
     assert world.serving("b") == [0]
+
+
+@pytest.mark.parametrize("policy", [DemandPolicy.BATCH, DemandPolicy.FLOOR])
+def test_who_gave_way_to_somebodys_turn_is_looked_at_when_that_turn_is_over(policy: DemandPolicy) -> None:
+    """It had an engine when the plan that took it began, and waits from then on like one that never had any."""
+    world = CoreWorld(1, policy)
+    world.ready(spec("a", (0,), (0,)), spec("b", (0,), (0,)))
+    for name in ("a", "b"):
+        world.open(name)
+        world.say(events.RolloutSignalled, name, batch=0)
+    world.settle()
+    world.complete("a")
+    world.sleep(25)
+    world.settle()
+    assert world.serving("b") == [0]
+    world.sleep(310)  # b completes nothing in its turn
+    world.settle()
+    assert world.serving("a") == [0]
 
 
 def test_nothing_is_planned_while_nothing_changes() -> None:
@@ -443,6 +512,106 @@ def test_a_progress_report_that_changes_nothing_costs_no_plan(monkeypatch: pytes
     for _ in range(9):
         world.complete("a")
     assert plans == []
+
+
+def plans_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for each plan that is made from now on."""
+    import core.scheduler as scheduler
+
+    made: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        made.append(args)
+        return plan(*args)
+
+    monkeypatch.setattr(scheduler, "plan", counted)
+    return made
+
+
+def test_a_pipeline_that_nobody_waits_beside_is_planned_for_once_its_batch_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However far it comes: only others could want what it has, and they have all they can use."""
+    world = CoreWorld(4)
+    world.ready(spec("a", (0,), (0, 1)), spec("b", (1,), (1, 2, 3)))
+    world.open("a", 64)
+    world.open("b", 2)
+    world.settle()
+    assert (len(world.serving("a")), len(world.serving("b"))) == (2, 2)
+    world.complete("a")
+    plans = plans_of(monkeypatch)
+    for _ in range(62):
+        world.complete("a")
+    assert plans == []
+    world.complete("a")
+    assert len(plans) == 1  # it is done, and others may have its GPUs
+
+
+def test_a_pipeline_that_somebody_waits_beside_is_planned_for_as_its_work_shrinks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = CoreWorld(4)
+    world.ready(spec("a", (0,), (0, 1, 2, 3)), spec("b", (1,), (0, 1, 2, 3)))
+    world.open("a", 64)
+    world.open("b", 64)
+    world.settle()
+    for name in ("a", "b"):
+        for rank in world.serving(name):
+            world.complete(name, rank)
+    plans = plans_of(monkeypatch)
+    for _ in range(30):
+        world.complete("a")
+    assert len(plans) == 3
+
+
+def test_a_full_batch_that_is_closed_costs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = CoreWorld(2)
+    world.ready(spec("a"), spec("b", (1,)))
+    world.open("a", 2)
+    world.open("b", 64)
+    world.settle()
+    world.complete("a")
+    world.complete("a")
+    world.settle()
+    plans = plans_of(monkeypatch)
+    world.close("a")
+    assert plans == []
+    world.close("b")
+    assert len(plans) == 1
+
+
+def test_a_report_that_a_policy_learns_demand_from_is_planned_for() -> None:
+    """Under `floor` a pipeline whose signal was consumed counts as one trajectory until it reports."""
+    world = CoreWorld(2, DemandPolicy.FLOOR)
+    world.ready(spec("a", (0, 1)))
+    world.open("a", 40)
+    world.say(events.RolloutSignalled, "a", batch=0)
+    world.settle()
+    assert len(world.serving("a")) == 2
+    world.feed(events.EngineDied(pipeline="a", dp_rank=1, reason="it died"))
+    world.settle()
+    assert world.serving("a") == [0]
+    world.complete("a")  # `check` plans again and finds nothing to do
+    world.settle()
+    assert len(world.serving("a")) == 2
+
+
+def test_a_late_trajectory_ends_the_hunger_that_kept_a_request_waiting() -> None:
+    world = CoreWorld(2)
+    world.ready(spec("b", (0,), (0, 1), 2), spec("c", (1,), (1,)), spec("d", (0,), (0,)))
+    world.open("b")
+    world.settle()
+    world.complete("b", 0)
+    world.ask("c")
+    world.settle()
+    assert world.holder(1) == "c" and world.serving("b") == []
+    world.sleep(320)
+    world.ask("d")
+    world.settle()
+    assert world.holder(0) == "free"  # reserved for b, which has completed nothing for longer than d may overtake it
+    world.complete("b", 0)  # from before it went to sleep
+    world.settle()
+    assert world.holder(0) == "d"
 
 
 def test_a_freed_gpu_is_looked_at_again_before_a_larger_tenant_gets_it() -> None:
