@@ -256,6 +256,9 @@ class LivenessOracles(Watcher):
             for key in gpu.waiting:
                 self._touch(self._parked.pop(key, ()))
 
+    def decoding_changed(self, engine: Engine) -> None:
+        """Nothing waits for that."""
+
     def engine_changed(self, engine: Engine) -> None:
         pipeline = engine.pipeline
         before = self._last_up.get(pipeline.id, 0)

@@ -599,7 +599,7 @@ def test_a_report_that_a_policy_learns_demand_from_is_planned_for() -> None:
 def test_a_late_trajectory_ends_the_hunger_that_kept_a_request_waiting() -> None:
     world = CoreWorld(2)
     world.ready(spec("b", (0,), (0, 1), 2), spec("c", (1,), (1,)), spec("d", (0,), (0,)))
-    world.open("b")
+    world.open("b", 64)
     world.settle()
     world.complete("b", 0)
     world.ask("c")

@@ -61,7 +61,7 @@ class RayBackend:
         transport: str = "auto",
         heartbeat_s: float = 20.0,
     ) -> None:
-        check_scenario(scenario, device)
+        check_scenario(scenario, transport)
         scenario = adapted(scenario, device, budget_of(device, tuple(devices or ()), scenario.cluster, address))
         check_world(scenario)
         options = wire.ClusterOptions(device=device, devices=tuple(devices or ()), heartbeat_s=heartbeat_s)

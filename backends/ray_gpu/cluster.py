@@ -8,6 +8,10 @@
 import logging
 import os
 import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from core.errors import ConfigError
@@ -26,6 +30,10 @@ QUIET = {
 # What Ray's daemons have to say goes to the driver's standard output, where the result may be. Ray leaves out what
 # matches this pattern, if it looks for repetitions at all. What happened to a worker we say ourselves.
 MUTE = {"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
+# By itself Ray asks twenty times, for 45 s each, whether what listens there is a cluster.
+IMPATIENT = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_py_gcs_connect_timeout_s": "10"}
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CONNECT_S = 5.0
 
 
 def connect(address: str | None) -> bool:
@@ -56,10 +64,15 @@ def _start() -> None:
 
 def _join(address: str) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
+    for name, value in IMPATIENT.items():
+        os.environ.setdefault(name, value)
+    if address != "auto":
+        _look_for(address)
     import ray
 
     try:
-        _init(ray, address=address)
+        with _silent():
+            _init(ray, address=address)
     except ConnectionError as error:
         raise ConfigError("--address", f"there is no Ray cluster at {address}", "start one: ray start --head") from error
     except RuntimeError as error:
@@ -70,6 +83,45 @@ def _join(address: str) -> None:
             "--address", f"the Ray cluster at {address} does not take our token",
             "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that cluster's (ray get-auth-token shows it there)",
         ) from error  # fmt: skip
+
+
+def _look_for(address: str) -> None:
+    """See whether anybody listens at `HOST:PORT`: Ray itself would ask for minutes. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not _listens(host, int(port)):
+        raise ConfigError("--address", f"nothing listens at {address}", "start a cluster there: ray start --head")
+    if host in LOOPBACK and not _listens(_own_address(), int(port)):
+        # Ray would take the machine's own address instead, where a cluster that was bound to loopback is not heard.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def _listens(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), CONNECT_S):
+        return True
+    return False
+
+
+def _own_address() -> str:
+    """The address from which this machine would reach others, as Ray finds it: nothing is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anyone:
+        anyone.connect(("8.8.8.8", 80))
+        return anyone.getsockname()[0]
+    return "127.0.0.1"
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Ray's native half writes to standard error, before it can be told not to, what its exceptions say anyway."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _init(ray: Any, **options: Any) -> None:

@@ -14,6 +14,7 @@ import ray
 
 from backends.ray_gpu import wire
 from backends.ray_gpu.failures import first_line
+from backends.ray_gpu.meeting import LOOPBACK
 from backends.ray_gpu.places import DESK, Places, engine_name, namespace_of, trainer_name
 from backends.ray_gpu.plan import CrewPlan
 from backends.ray_gpu.workers.desk import Desk
@@ -117,19 +118,23 @@ class Crew:
         spec = self.plan.job.spec
         agent = self._fleet.agent(self._source)
         (port,) = await agent.free_ports.remote(1)
-        trainers = [
-            self._make_trainer(rank, gpu, port, epoch) for rank, gpu in enumerate(self.plan.train_gpus)
-        ]
+        meeting = (LOOPBACK if self._trains_on_one_node else self._fleet.address(self._source), port)
+        trainers = [self._make_trainer(rank, meeting, epoch) for rank in range(len(self.plan.train_gpus))]
         engines = [await self._make_engine(rank) for rank in range(spec.infer.size)]
         desk = self._make(DESK, Desk, self._source, (), 1000, self.plan, self._places.session)
         built = [*(worker.build.remote() for worker in trainers), *(worker.build.remote() for worker in engines)]
         await _all([*built, desk.open.remote()], self.id)
 
-    def _make_trainer(self, rank: int, gpu: int, port: int, epoch: int) -> Any:
+    @property
+    def _trains_on_one_node(self) -> bool:
+        return len({self._cluster.node_of(gpu) for gpu in self.plan.train_gpus}) == 1
+
+    def _make_trainer(self, rank: int, meeting: tuple[str, int], epoch: int) -> Any:
         name = trainer_name(Role.ACTOR_TRAIN, rank)
+        gpu = self.plan.train_gpus[rank]
         node = self._cluster.node_of(gpu)
         return self._make(
-            name, TrainerWorker, node, (gpu,), 4, self.plan, self._places.session, rank, port, self._budgets(node),
+            name, TrainerWorker, node, (gpu,), 4, self.plan, self._places.session, rank, meeting, self._budgets(node),
             epoch, self._fleet.uuid(gpu),
         )  # fmt: skip
 
@@ -147,12 +152,13 @@ class Crew:
         return dict.fromkeys(range(node * size, (node + 1) * size), self._cluster.gpu_memory)
 
     def _make(self, name: str, kind: type, node: int, gpus: tuple[int, ...], threads: int, *arguments: Any) -> Any:
+        one_node = self._trains_on_one_node or kind is not TrainerWorker
         handle = (
             ray.remote(kind)
             .options(
                 name=name, namespace=namespace_of(self.id), lifetime="detached", max_restarts=0, num_cpus=0,
                 num_gpus=0, max_concurrency=threads, scheduling_strategy=self._fleet.affinity(node),
-                runtime_env={"env_vars": environment(self.plan, self._fleet.physical(gpus), name)},
+                runtime_env={"env_vars": environment(self.plan, self._fleet.physical(gpus), name, one_node=one_node)},
             )
             .remote(*arguments)
         )  # fmt: skip

@@ -45,6 +45,7 @@ class Fleet:
         self._crews: dict[str, Crew] = {}
         self._agents: list[Any] = []
         self._node_ids: list[str] = []
+        self._addresses: list[str] = []
         self.devices: dict[int, str] = {}
         """What each logical GPU really is."""
         self._uuids: dict[int, str] = {}
@@ -65,6 +66,7 @@ class Fleet:
                 "start more with `ray start --address=...`",
             )  # fmt: skip
         self._node_ids = [node["NodeID"] for node in alive[: self._cluster.nodes]]
+        self._addresses = [node["NodeManagerAddress"] for node in alive[: self._cluster.nodes]]
         self._agents = [self._agent(number) for number in range(self._cluster.nodes)]
         for ready in await asyncio.gather(*(agent.ready.remote() for agent in self._agents)):
             self.devices |= ready["devices"]
@@ -85,6 +87,10 @@ class Fleet:
 
     def affinity(self, node: int) -> NodeAffinitySchedulingStrategy:
         return NodeAffinitySchedulingStrategy(self._node_ids[node], soft=False)
+
+    def address(self, node: int) -> str:
+        """Where other nodes reach it."""
+        return self._addresses[node]
 
     def agent(self, node: int) -> Any:
         return self._agents[node]
@@ -202,9 +208,14 @@ class Fleet:
         return events.ActionFailed(action=action.action, reason=short, free=free)
 
     async def _report_memory(self, nodes: list[int], gpus: dict[int, None] | None = None) -> None:
-        """Telemetry: what each GPU shows now."""
+        """Telemetry: what each GPU shows now, and what the weight caches hold of the hosts' memory."""
         seen = await asyncio.gather(*(self._agents[node].observe.remote() for node in nodes))
-        for by_gpu in seen:
+        for node, (by_gpu, by_pipeline) in zip(nodes, seen, strict=True):
+            self._emit(
+                events.MemoryUsed(
+                    gpu=-1 - node, used=sum(by_pipeline.values()), capacity=self._cluster.host_memory, by=by_pipeline
+                )
+            )
             for gpu, by in by_gpu.items():
                 if gpus is None or gpu in gpus:
                     self._emit(

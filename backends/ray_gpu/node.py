@@ -19,7 +19,7 @@ from backends.ray_gpu.places import Places, owner
 from backends.ray_gpu.processes import Processes
 from backends.ray_gpu.weights import manifest as manifests
 from backends.ray_gpu.weights.cache import WeightCache
-from backends.ray_gpu.weights.store import Store
+from backends.ray_gpu.weights.store import Store, held_by_pipeline
 from backends.ray_gpu.weights.transfer import Receiver, send
 
 FIRST_LOOK_S = 0.002
@@ -48,9 +48,10 @@ class NodeAgent:
 
     # --- memory ----------------------------------------------------------------------------------------
 
-    async def observe(self) -> dict[int, dict[str, int]]:
-        """Bytes used on each logical GPU, by owner; the key "" is what belongs to nobody known."""
-        return {gpu: self._watch.used_by(gpu) for gpu in self._gpus}
+    async def observe(self) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
+        """Bytes used on each logical GPU, by owner (the key "" is what belongs to nobody known), and bytes of host
+        memory that each pipeline's weights take."""
+        return {gpu: self._watch.used_by(gpu) for gpu in self._gpus}, held_by_pipeline(self.places.memory)
 
     async def await_memory(
         self, need: dict[int, int], expect: dict[int, int], patience_s: float, limit_s: float

@@ -9,12 +9,14 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
+from backends.ray_gpu.meeting import LOOPBACK, loopback_store
 from backends.ray_gpu.training.records import TrainerConfig
 from core.errors import OperationFailed
 
@@ -44,6 +46,14 @@ class Place:
         return self.pp_rank == self.pp - 1
 
 
+def _meeting_point(config: TrainerConfig) -> dict[str, Any]:
+    """On one node the ranks meet on loopback, where nobody else can listen in; across nodes at the first rank's."""
+    if config.master_addr == LOOPBACK:
+        limit = JOIN_LIMIT.total_seconds()
+        return {"store": loopback_store(config.master_port, config.world_size, config.rank == 0, limit)}
+    return {"init_method": f"tcp://{config.master_addr}:{config.master_port}"}
+
+
 def join(config: TrainerConfig) -> Place:
     """Meet the other ranks of the group; returns when all are there.
 
@@ -57,7 +67,7 @@ def join(config: TrainerConfig) -> Place:
     try:
         dist.init_process_group(
             "nccl" if config.device == "cuda" else "gloo",
-            init_method=f"tcp://{config.master_addr}:{config.master_port}",
+            **_meeting_point(config),
             rank=config.rank,
             world_size=config.world_size,
             timeout=JOIN_LIMIT,

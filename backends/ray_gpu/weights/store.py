@@ -21,9 +21,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -71,8 +71,13 @@ class Store:
         return OperationFailed(f"version {version} of {self.pipeline} is not in the weight cache; there: {there}")
 
     def nbytes(self) -> int:
-        """Of every file, unfinished versions included."""
-        return sum(file.stat().st_size for version in _entries(self.folder) for file in _entries(version))
+        """Of every file, unfinished versions included; what goes while it is counted counts for nothing."""
+        total = 0
+        for version in _entries(self.folder):
+            for file in _entries(version):
+                with suppress(FileNotFoundError):
+                    total += file.stat().st_size
+        return total
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -153,3 +158,9 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def held_by_pipeline(directory: str | Path) -> dict[str, int]:
+    """Bytes that the versions of each pipeline take under a directory."""
+    names = [unquote(folder.name) for folder in _entries(Path(directory))]
+    return {name: Store(directory, name).nbytes() for name in names}

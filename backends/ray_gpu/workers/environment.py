@@ -2,6 +2,9 @@
 
 from backends.ray_gpu.plan import CrewPlan
 
+LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""For a group whose processes are all on one node: it listens where nobody else can reach it."""
+
 COMMON = {
     # One worker is one rank; on a CPU all of them share the cores, and threads beyond that only wait for each other.
     "OMP_NUM_THREADS": "1",
@@ -14,10 +17,11 @@ COMMON = {
 }
 
 
-def environment(plan: CrewPlan, gpus: tuple[int, ...], name: str) -> dict[str, str]:
-    """For the worker `name` of a pipeline on these *physical* GPUs."""
+def environment(plan: CrewPlan, gpus: tuple[int, ...], name: str, *, one_node: bool) -> dict[str, str]:
+    """For the worker `name` of a pipeline on these *physical* GPUs. `one_node`: its whole group is on one node."""
+    found = COMMON | (LOOPBACK_ONLY if one_node else {})
     if plan.device == "cpu":
-        return {**COMMON, "CUDA_VISIBLE_DEVICES": ""}
+        return {**found, "CUDA_VISIBLE_DEVICES": ""}
     from backends.ray_gpu.workers.cuda_environment import cuda_environment
 
-    return {**COMMON, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **cuda_environment(plan, name)}
+    return {**found, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **cuda_environment(plan, name)}

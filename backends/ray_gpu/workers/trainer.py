@@ -4,7 +4,6 @@ Ranks of a group run each phase together. Onloading enters the memory it needs b
 version into the node's weight cache, from rank 0.
 """
 
-import os
 from typing import Any
 
 from backends.ray_gpu.places import models, trainer_name
@@ -24,15 +23,16 @@ class TrainerWorker(Worker):
         plan: CrewPlan,
         session: str,
         rank: int,
-        port: int,
+        meeting: tuple[str, int],
         budgets: dict[int, int],
         epoch: int,
         uuid: str,
     ) -> None:
-        """`uuid`: of the card that this rank is to run on; empty on a CPU."""
+        """`meeting`: address and port where the ranks meet. `uuid`: of the card that this rank is to run on; empty on a
+        CPU."""
         super().__init__(plan, session, trainer_name(Role.ACTOR_TRAIN, rank), (plan.train_gpus[rank],))
         self._rank = rank
-        self._port = port
+        self._meeting = meeting
         self._uuid = uuid
         self._epoch = epoch
         self._memory = DeviceMemory(plan, self.places, self.owner, self.gpus, budgets)
@@ -53,7 +53,7 @@ class TrainerWorker(Worker):
         self._trainer = Trainer(
             TrainerConfig(
                 model=resolve(workload.model, models()).path, tp=group.tp, rank=self._rank, world_size=len(group.gpus),
-                master_addr=os.environ.get("TURNSTILE_MASTER", "127.0.0.1"), master_port=self._port,
+                master_addr=self._meeting[0], master_port=self._meeting[1],
                 device=self.plan.device, dtype=workload.dtype, seed=self.plan.seed, learning_rate=workload.learning_rate,
                 adam_beta1=workload.adam_beta1, adam_beta2=workload.adam_beta2, weight_decay=workload.weight_decay,
                 grad_clip=workload.grad_clip, clip_low=workload.clip_low, clip_high=workload.clip_high,
