@@ -118,3 +118,156 @@ def test_a_run_of_its_own_can_be_reached_from_this_machine_only(alone: Alone) ->
     assert alone.ports, "nothing listens at all"
     elsewhere = {address: alone.seen[pid] for address, pid in alone.ports.items() if address not in LOOPBACK}
     assert elsewhere == {}
+
+
+# --- a cluster of two nodes, shared by runs to which everything happens -----------------------------------------
+
+SIZE = {"nodes": 2, "gpus_per_node": 2}
+FOREVER = 100_000
+"""Steps of pipelines that are ended by force."""
+
+
+class Story:
+    """Four runs on one cluster. Of `survivor`, which has an engine on each node, everything is killed in turn but the
+    trainer; the others lose a trainer, their driver, their patience."""
+
+    def __init__(self, place: Place, cluster: Cluster) -> None:
+        self.place, self.cluster = place, cluster
+        self.held = place.folder / "held"
+        limits = {"sync_s": 6, "sleep_s": 6, "wake_s": 120}
+        self.survivor = self._run(
+            "survivor", "--verify-weights",
+            pipeline("s", 0, [0, 2], 12, limits=limits, workload={"kv_tokens": 4096, "reward": "tests.ray_world:held"}),
+        )  # fmt: skip
+        until(lambda: place.session(), "the control plane")
+        self.session = place.session()
+        self.trainerless = self._run(
+            "trainerless", pipeline("t", 1, [1], FOREVER), pipeline("u", 3, [3], 3),
+            pipeline("large", 3, [3], 3, workload={"kv_tokens": 16_000_000}),
+        )  # fmt: skip
+        self.driverless = self._run("driverless", pipeline("d", 3, [3], FOREVER))
+        self.weights_crossed()
+        self.engine_and_weights()
+        self.kill_trainer()
+        self.kill_driver()
+        self.kill_control_plane()
+        self.interrupt()
+        self.hang_engine()
+        self.lose_node()
+        self.codes = {run.name: run.wait() for run in (self.survivor, self.trainerless)}
+        self.left = until_gone(self)
+
+    def _run(self, name: str, *given: Any) -> Run:
+        options = [one for one in given if isinstance(one, str)]
+        file = scenario(self.place.folder, name, SIZE, *(one for one in given if not isinstance(one, str)))
+        return self.place.run(
+            name, "scenarios.run", file, *REAL, "--address", self.cluster.address, "--json", "-", *options,
+            "--trace", str(self.place.folder / f"{name}.jsonl"), "--output", str(self.place.folder / f"{name}-out"),
+        )  # fmt: skip
+
+    def steps(self, name: str) -> int:
+        return len(self.place.events("StepCompleted", pipeline=name))
+
+    def progress(self, name: str) -> None:
+        """Wait for another step of a pipeline."""
+        before = self.steps(name)
+        until(lambda: self.steps(name) > before, f"another step of {name} after {before}")
+
+    def hold(self) -> None:
+        """Keep the survivor in the middle of a rollout."""
+        self.progress("s")
+        self.held.touch()
+
+    def release(self) -> None:
+        self.held.unlink()
+
+    def opened(self, rank: int) -> int:
+        """How often the gate of one of the survivor's engines was opened."""
+        return len(self.place.events("OpenGate", pipeline="s", dp_rank=rank))
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def weights_crossed(self) -> None:
+        until(lambda: self.steps("s") >= 1, "the survivor's first step")
+        self.hold()
+        self.copies = [sorted(file.name for file in self._weights(node).glob("v*/*.bucket")) for node in (0, 1)]
+
+    def _weights(self, node: int) -> Path:
+        return self.cluster.memory[node] / f"turnstile-{self.session}" / "s"
+
+    def engine_and_weights(self) -> None:
+        """Damage the weights in one node's cache, then kill the engine that will have to load them again."""
+        bucket = max(self._weights(0).glob("v*/*.bucket"), key=lambda file: int(file.parent.name[1:]))
+        data = bucket.read_bytes()
+        bucket.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        before = self.opened(0)
+        os.kill(self.place.worker("s/engine-0"), signal.SIGKILL)
+        until(lambda: self.damaged(), "a sync that finds the damage")
+        bucket.write_bytes(data)
+        until(lambda: self.opened(0) > before, "the engine that was killed")
+        self.release()
+
+    def damaged(self) -> list[dict[str, Any]]:
+        return [one for one in self.place.events("ActionFailed") if "is damaged" in one["reason"]]
+
+    def kill_trainer(self) -> None:
+        until(lambda: self.steps("t") >= 1, "a step of the pipeline whose trainer is killed")
+        os.kill(self.place.worker("t/actor_train-0"), signal.SIGKILL)
+        until(lambda: self.place.events("PipelineEnded", pipeline="t"), "the end of t")
+
+    def kill_driver(self) -> None:
+        until(lambda: self.steps("d") >= 1, "a step of the run whose driver is killed")
+        os.kill(self.driverless.process.pid, signal.SIGKILL)
+        until(lambda: self.place.events("ClientLost", pipeline="d"), "the control plane to miss the driver")
+        until(lambda: not self.place.worker("d/engine-0", self.cluster.second), "the workers of the dead driver")
+
+    def kill_control_plane(self) -> None:
+        planes = [pid for pid, title in marked(self.place.mark).items() if title.startswith("ray::ControlPlane")]
+        assert len(planes) == 1, planes
+        os.kill(planes[0], signal.SIGKILL)
+        self.progress("s")
+
+    def interrupt(self) -> None:
+        """Ctrl-C while the workers of a run are being started."""
+        self.impatient = self._run("impatient", pipeline("i", 1, [1], 3))
+        until(lambda: self.place.worker("i/actor_train-0"), "a worker of the run that is interrupted")
+        self.impatient.process.send_signal(signal.SIGINT)
+        self.interrupted = self.impatient.wait()
+        self.interrupted_left = [self.place.worker(f"i/{name}") for name in ("actor_train-0", "engine-0", "desk")]
+
+    def hang_engine(self) -> None:
+        self.hold()
+        before = self.opened(1)
+        self.hung = self.place.worker("s/engine-1", self.cluster.second)
+        os.kill(self.hung, signal.SIGSTOP)
+        self.release()
+        until(lambda: self.opened(1) > before, "the engine that hung")
+        self.hold()
+        self.replaced = self.place.worker("s/engine-1", self.cluster.second)
+
+    def lose_node(self) -> None:
+        self.cluster.lose_second()
+        until(lambda: self.place.events("NodeLeft", node=1), "the control plane to miss the node")
+        self.release()
+
+
+def until_gone(story: Story) -> list[str]:
+    """Actors and janitors that are left once the last run is over."""
+    return story.cluster.processes(*ACTORS)
+
+
+@pytest.fixture(scope="module")
+def story(cache: Path) -> Iterator[Story]:
+    with Place(cache) as place:
+        cluster = Cluster(place)
+        try:
+            yield Story(place, cluster.start(nodes=2))
+        finally:
+            cluster.close()
+
+
+def test_a_run_survives_the_death_of_everything_but_its_trainer(story: Story) -> None:
+    assert story.codes["survivor"] == 0, story.survivor.said()
+    (own,) = story.survivor.result()["pipelines"]
+    assert (own["id"], own["steps_done"], own["trajectories"], own["error"]) == ("s", 12, 12 * 8, None)
+    assert story.survivor.result()["violations"] == []

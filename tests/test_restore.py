@@ -1,4 +1,4 @@
-"""A control plane that died goes on from its log: cut anywhere, it knows what it knew and does what it had not heard of.
+"""A control plane that died goes on from its log: cut anywhere, it knows what it knew and does what had no outcome.
 
 The log is a run's of the simulator, with faults in it. At every cut a new service is restored from what came before, on
 a backend that answers nothing, and compared with a scheduler that was told the same events and never died.

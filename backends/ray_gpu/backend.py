@@ -1,5 +1,5 @@
-"""Real workers behind the plugin interface, as a driver sees them: its pipelines' trainers and engines through the desk,
-and the scheduler in the control plane's process.
+"""Real workers behind the plugin interface, as a driver sees them: trainers, engines (through the desk), and the
+scheduler in the control plane's process.
 
 1. Building it joins the cluster (or starts one) and the control plane, so that whatever is refused is refused before
    anything runs; `scenario` has the pipelines under the names they got there.
@@ -21,9 +21,9 @@ import msgspec
 
 from backends.ray_gpu import cluster, wire
 from backends.ray_gpu.checks import check_scenario
+from backends.ray_gpu.clock import RealClock
 from backends.ray_gpu.devices.budget import budget_of
 from backends.ray_gpu.needs import adapted
-from backends.ray_gpu.clock import RealClock
 from backends.ray_gpu.places import DESK, namespace_of, trainer_name
 from backends.ray_gpu.plan import CrewPlan
 from backends.ray_gpu.record import Record
@@ -41,7 +41,7 @@ SETTLE_NS = 2_000_000_000
 
 
 class RayBackend:
-    """`RayBackend(scenario, device="cpu", address=None, output=None, ...)`; see `scenarios.options` for what each is."""
+    """`RayBackend(scenario, device="cpu", ...)`; `scenarios.backend_options` says what each option is."""
 
     name = "ray_gpu"
     takes = ("device", "devices", "address", "output", "transport", "verify_weights", "workload")

@@ -39,7 +39,9 @@ def check_scenario(scenario: Scenario, transport: str) -> None:
     for fault in scenario.faults:
         if fault.kind not in FAULTS:
             raise ConfigError(
-                "faults", f"{fault.kind} cannot be done to real workers", f"use --backend sim, or one of {', '.join(FAULTS)}"
+                "faults",
+                f"{fault.kind} cannot be done to real workers",
+                f"use --backend sim, or one of {', '.join(FAULTS)}",
             )
     tried: dict[str, None] = {}
     for job in scenario.jobs:

@@ -74,7 +74,9 @@ def _join(address: str) -> None:
         with _silent():
             _init(ray, address=address)
     except ConnectionError as error:
-        raise ConfigError("--address", f"there is no Ray cluster at {address}", "start one: ray start --head") from error
+        raise ConfigError(
+            "--address", f"there is no Ray cluster at {address}", "start one: ray start --head"
+        ) from error
     except RuntimeError as error:
         text = " ".join(str(error).split())
         raise ConfigError("--address", f"the Ray cluster at {address} cannot be joined: {text[:300]}") from error

@@ -74,9 +74,7 @@ class _Client:
         self._link.outbox.frame(wire.Commanded(action=action))
 
     def open_gate(self, dp_rank: int, version: int, epoch: int) -> None:
-        self._link.outbox.frame(
-            wire.GateOpened(pipeline=self._pipeline, dp_rank=dp_rank, version=version, epoch=epoch)
-        )
+        self._link.outbox.frame(wire.GateOpened(pipeline=self._pipeline, dp_rank=dp_rank, version=version, epoch=epoch))
 
     def close_gate(self, dp_rank: int) -> None:
         self._link.outbox.frame(wire.GateClosed(pipeline=self._pipeline, dp_rank=dp_rank))
@@ -175,7 +173,10 @@ class ControlPlane:
         self._keep_runs()
         return wire.pack(
             wire.JoinAnswer(
-                names=tuple(names), epoch_ns=self._epoch_ns, now_ns=self.clock.now_ns(), directory=str(self._places.disk)
+                names=tuple(names),
+                epoch_ns=self._epoch_ns,
+                now_ns=self.clock.now_ns(),
+                directory=str(self._places.disk),
             )
         )
 
@@ -243,8 +244,8 @@ class ControlPlane:
     # --- the line -----------------------------------------------------------------------------------------
 
     async def listen(self, run: str, incarnation: str, after: int, seen: int) -> tuple[str, int, list[bytes]]:
-        """The next frames for a driver, which has taken in everything before number `after` of this incarnation, and the
-        first `seen` entries of the log. Raises KeyError for a driver that was given up."""
+        """The next frames for a driver, which has taken in everything before number `after` of this incarnation, and
+        the first `seen` entries of the log. Raises KeyError for a driver that was given up."""
         await self._open()
         self._check()
         link = self._links[run]
@@ -316,5 +317,7 @@ class ControlPlane:
 
     async def inject(self, kind: str, pipeline: str, dp_rank: int) -> str | None:
         """Fault injection, on the real thing; why it could not be done, if so."""
-        self._service.tell(events.FaultInjected(kind=kind, target=f"{pipeline}/{dp_rank}" if dp_rank >= 0 else pipeline))
+        self._service.tell(
+            events.FaultInjected(kind=kind, target=f"{pipeline}/{dp_rank}" if dp_rank >= 0 else pipeline)
+        )
         return await self._fleet.inject(kind, pipeline, dp_rank)

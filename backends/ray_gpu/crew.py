@@ -179,7 +179,9 @@ class Crew:
             await self._start_again(action.dp_rank)
         handle = self._workers.get(name)
         if handle is None:
-            raise OperationFailed(f"{self.id} has no workers" if not self._workers else f"{self.id}/{name} is not running")
+            raise OperationFailed(
+                f"{self.id} has no workers" if not self._workers else f"{self.id}/{name} is not running"
+            )
         if isinstance(action, actions.SyncEngine):
             await self._bring_weights(action.version, self._engine_node(action.dp_rank))
         failure = await handle.obey.remote(wire.pack(action))

@@ -53,7 +53,9 @@ def join(scenario: Scenario, options: wire.ClusterOptions, crews: list[CrewPlan]
                 raise cause from error
             raise ConfigError("--backend ray_gpu", f"the control plane could not start: {first_line(error)}") from error
         if answer.refusal:
-            raise ConfigError("--address", answer.refusal, "use the same cluster, policy and devices, or another cluster")
+            raise ConfigError(
+                "--address", answer.refusal, "use the same cluster, policy and devices, or another cluster"
+            )
         if not answer.closing:
             return Joined(control, run, _renamed(scenario, answer.names), answer.epoch_ns)
         if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
-"""Which processes belong to which worker, on one node: written down when they start, so that whoever has to end a worker
-ends all of it, also when the worker itself can no longer be asked.
+"""Which processes belong to which worker, on one node: written down when they start, so that whoever has to end a
+worker ends all of it, also when the worker itself can no longer be asked.
 
 A record is a file named after the worker. It lists processes by pid and start time; a pid that was used again is
 another process and is left alone. Children that a worker started without saying so are found through /proc.

@@ -294,7 +294,7 @@ class Session:
                 self.on_quiescent()
 
     def _can_happen(self) -> bool:
-        """Whether anything is under way anywhere. Other drivers are not asked: where there are any, the bounds judge."""
+        """Whether anything is under way. Other drivers are not asked: where there are any, the bounds judge."""
         return bool(
             not self._synced.is_set()
             or self.state.operations
@@ -312,5 +312,3 @@ def _cause(error: ray.exceptions.RayTaskError) -> Exception:
     if isinstance(cause, KeyError):
         return OperationFailed("the control plane gave this run up: it heard nothing from it for too long")
     return cause if isinstance(cause, Exception) else error
-
-

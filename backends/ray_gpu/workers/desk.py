@@ -1,10 +1,10 @@
 """A pipeline's desk: turns trajectories into prompts, sends them to engines, scores what comes back, and keeps the
 samples until they are trained on. Tokens travel from engine to desk to trainer and never through the driver.
 
-1. A trajectory belongs to a group, the samples of one prompt. One that takes the place of a dropped trajectory joins the
-   group that lost a member.
-2. Of a trajectory that was cut off the desk keeps the tokens, by the segments that the gateway was told; an attempt with
-   a prefix goes on from exactly those.
+1. A trajectory belongs to a group, the samples of one prompt. One that takes the place of a dropped trajectory joins
+   the group that lost a member.
+2. Of a trajectory that was cut off the desk keeps the tokens, by the segments that the gateway was told; an attempt
+   with a prefix goes on from exactly those.
 3. A reward that fails is an error of its trajectory.
 """
 

@@ -148,8 +148,9 @@ def make_engine(plan: CrewPlan, gpus: tuple[int, ...], port: int, memory: Device
 
     workload = settled(plan.job.workload, plan.device)
     config = EngineConfig(
-        model=resolve(workload.model, models()).path, kv_tokens=workload.kv_tokens, max_running=plan.job.costs.engine_slots,
-        tp=plan.job.spec.infer.tp, device=plan.device, dtype=workload.dtype, seed=plan.seed, port=port, gpus=gpus,
+        model=resolve(workload.model, models()).path, kv_tokens=workload.kv_tokens,
+        max_running=plan.job.costs.engine_slots, tp=plan.job.spec.infer.tp, device=plan.device, dtype=workload.dtype,
+        seed=plan.seed, port=port, gpus=gpus,
     )  # fmt: skip
     if plan.device == "cpu":
         from backends.ray_gpu.engines.hf import HFEngine

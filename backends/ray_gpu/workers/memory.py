@@ -12,7 +12,9 @@ from backends.ray_gpu.plan import CrewPlan
 class DeviceMemory:
     """One worker's memory on its GPUs, equally much on each."""
 
-    def __init__(self, plan: CrewPlan, places: Places, owner: str, gpus: tuple[int, ...], budgets: dict[int, int]) -> None:
+    def __init__(
+        self, plan: CrewPlan, places: Places, owner: str, gpus: tuple[int, ...], budgets: dict[int, int]
+    ) -> None:
         self._owner = owner
         self._gpus = gpus
         self._slots = Slots(places.slots, budgets) if plan.device == "cpu" else None

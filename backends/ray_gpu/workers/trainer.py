@@ -53,8 +53,8 @@ class TrainerWorker(Worker):
         self._trainer = Trainer(
             TrainerConfig(
                 model=resolve(workload.model, models()).path, tp=group.tp, rank=self._rank, world_size=len(group.gpus),
-                master_addr=self._meeting[0], master_port=self._meeting[1],
-                device=self.plan.device, dtype=workload.dtype, seed=self.plan.seed, learning_rate=workload.learning_rate,
+                master_addr=self._meeting[0], master_port=self._meeting[1], device=self.plan.device,
+                dtype=workload.dtype, seed=self.plan.seed, learning_rate=workload.learning_rate,
                 adam_beta1=workload.adam_beta1, adam_beta2=workload.adam_beta2, weight_decay=workload.weight_decay,
                 grad_clip=workload.grad_clip, clip_low=workload.clip_low, clip_high=workload.clip_high,
                 kl_coef=workload.kl, temperature=workload.temperature, micro_batch_tokens=workload.micro_batch_tokens,
