@@ -129,10 +129,12 @@ class State:
             self.dirty_gpus[gpu] = None
 
     def awaited(self, book: PipelineBook) -> bool:
-        """Whether anybody waits where this pipeline rolls out until its turn is over: for an engine, or for a mapping
-        that it may keep them from."""
+        """Whether anybody else waits where this pipeline rolls out until its turn is over: for an engine, or for a
+        mapping that it may keep them from."""
         mine = book.rank_at.keys()
-        return any(not mine.isdisjoint(other.rank_at) for other in self.unmet) or self.shields(book)
+        return any(
+            other is not book and not mine.isdisjoint(other.rank_at) for other in self.unmet
+        ) or self.shields(book)
 
     def shields(self, book: PipelineBook) -> bool:
         """Whether the hunger of this pipeline keeps a request waiting, or may."""

@@ -94,13 +94,7 @@ def _code(runs: Sequence[Run], options: argparse.Namespace) -> int:
 
 def check_backend(name: str) -> Collection[str]:
     """Which of `scenarios.backend_options` the backend takes. Raises ConfigError unless it can be loaded."""
-    try:
-        return getattr(load_backend(name), "takes", ())
-    except ConfigError as error:
-        if name != "ray_gpu" or "no backend is called" not in error.problem:
-            raise
-        problem = "ray_gpu is not part of this version, and no installed package provides it"
-        raise ConfigError(error.where, problem, "use --backend sim") from None
+    return getattr(load_backend(name), "takes", ())
 
 
 # --- one run ----------------------------------------------------------------------------------------------

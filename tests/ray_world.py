@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import yaml
+
+from backends.ray_gpu.processes import Processes
 
 ROOT = Path(__file__).parent.parent
 MARK = "TURNSTILE_TEST"
@@ -114,7 +115,7 @@ class Place:
             MARK: self.mark,
             "TMPDIR": str(self.folder),
             "XDG_CACHE_HOME": str(cache),
-            "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",  # Ray's 15 would have them starve beside whatever else runs here
         }
 
     def __enter__(self) -> "Place":
@@ -140,24 +141,13 @@ class Place:
         return (folder or self.folder) / f"turnstile-{getpass.getuser()}" / self.session(folder)
 
     def events(self, type_: str, /, **fields: Any) -> list[dict[str, Any]]:
-        """Items of that type in the journal that have these fields, oldest first."""
-        try:
-            lines = (self.disk() / "journal.jsonl").read_bytes().split(b"\n")[1:-1]
-        except OSError:
-            return []
-        tag = f'"type":"{type_}"'.encode()
-        items = [json.loads(line)["item"] for line in lines if tag in line]
-        return [item for item in items if all(item.get(name) == value for name, value in fields.items())]
+        """Items in the journal; see `logged`. It is gone with the control plane."""
+        return logged(self.disk() / "journal.jsonl", type_, **fields)
 
     def worker(self, name: str, folder: Path | None = None) -> int:
         """Pid of a worker, such as `p1/engine-0`; 0 if there is none. A cold start gives it another."""
-        file = self.disk(folder) / "processes" / f"{quote(name, safe='')}.json"
-        try:
-            pid = json.loads(file.read_bytes())[0][0]
-            os.kill(pid, 0)
-        except (OSError, ValueError):
-            return 0
-        return pid
+        pids, _ = Processes(self.disk(folder) / "processes").by_owner().get(name, ((), ()))
+        return pids[0] if pids else 0
 
 
 class Run:
@@ -176,6 +166,11 @@ class Run:
         """Its exit code."""
         until(lambda: self.process.poll() is not None, f"the end of {self.name}: {self.said()[-2000:]}", limit_s)
         return self.process.returncode
+
+    def wait_for(self, text: str) -> None:
+        """Wait until it has written that."""
+        until(lambda: text in self.said() or self.process.poll() is not None, f"{text!r} from {self.name}")
+        assert text in self.said(), self.said()
 
     def said(self) -> str:
         """Everything it wrote, standard output first."""
@@ -210,12 +205,15 @@ class Cluster:
 
     def start(self, nodes: int) -> "Cluster":
         """Start it; ready when it can be joined."""
-        head = self._node("head", self.place.folder, self.memory[0], "--head", "--port", self.address.rpartition(":")[2])
-        until(lambda: "Ray runtime started" in head.said(), "the head node")
+        port = self.address.rpartition(":")[2]
+        head = self._node(
+            "head", self.place.folder, self.memory[0], "--head", "--port", port, "--include-dashboard=false"
+        )
+        head.wait_for("Ray runtime started")
         if nodes == 2:
             self.second.mkdir()
             self.other = self._node("other", self.second, self.memory[1], "--address", self.address)
-            until(lambda: "Ray runtime started" in self.other.said(), "the second node")
+            self.other.wait_for("Ray runtime started")
         return self
 
     def _node(self, name: str, folder: Path, memory: Path, *arguments: str) -> Run:
@@ -224,8 +222,7 @@ class Cluster:
         try:
             return self.place.run(
                 name, "ray.scripts.scripts", "start", "--block", *arguments, "--num-cpus", "2", "--disable-usage-stats",
-                "--object-store-memory", "100000000", "--include-dashboard=false", "--min-worker-port", "0",
-                "--max-worker-port", "0",
+                "--object-store-memory", "100000000", "--min-worker-port", "0", "--max-worker-port", "0",
             )  # fmt: skip
         finally:
             self.place.environment = before
@@ -299,6 +296,17 @@ async def held(prompt: dict[str, Any], completion: str) -> float:
     while held_file().exists():
         await asyncio.sleep(LOOK_S)
     return float(len(completion) % 2)
+
+
+def logged(log: Path, type_: str, /, **fields: Any) -> list[dict[str, Any]]:
+    """Items of that type in an event log that have these fields, oldest first. A log that is not there is empty."""
+    try:
+        whole = log.read_bytes().split(b"\n")[1:-1]
+    except OSError:
+        return []
+    tag = f'"type":"{type_}"'.encode()
+    items = [json.loads(line)["item"] for line in whole if tag in line]
+    return [item for item in items if all(item.get(name) == value for name, value in fields.items())]
 
 
 def lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -142,7 +142,6 @@ REFUSED = [
     (["--steps", "three"], "--steps"),
     (["--seed", "-1"], "--seed"),
     (["--sed", "1"], "--sed"),
-    (["--backend", "ray_gpu"], "ray_gpu is not part of this version"),
     (["--backend", "simm"], "no backend is called 'simm'"),
     (["--p1-train", "0"], "--p1-infer, --p2-train, --p2-infer missing"),
     (["--p1-train", "0", "--p1-infer", "0,1", "--p2-train", "1", "--p2-infer", "0,7"], "GPU 7 does not exist"),

@@ -186,7 +186,7 @@ def test_a_guest_with_every_habit_there_is_harms_nobody() -> None:
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines change hands the moment they are routable: nobody ever completes anything."""
 
-    def turn_end(engine: Any, only: bool) -> int | None:
+    def turn_end(engine: Any, only: bool, stays: int | None = None) -> int | None:
         return None if engine.routable_since < 0 else engine.routable_since
 
     monkeypatch.setattr(rollouts, "turn_end", turn_end)

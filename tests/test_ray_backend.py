@@ -3,7 +3,6 @@
 Few runs, looked at by many tests: starting a worker takes seconds of a processor.
 """
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_world import ACTORS, LOOPBACK, ROOT, Cluster, Place, Run, lines, listening, marked, pipeline, scenario, until
+from ray_world import ACTORS, LOOPBACK, Cluster, Place, Run, lines, listening, logged, marked, pipeline, scenario, until
 
 from scenarios import replay
 
@@ -141,15 +140,12 @@ class Story:
         )  # fmt: skip
         until(lambda: place.session(), "the control plane")
         self.session = place.session()
-        self.trainerless = self._run(
-            "trainerless", pipeline("t", 1, [1], FOREVER), pipeline("u", 3, [3], 3),
-            pipeline("large", 3, [3], 3, workload={"kv_tokens": 16_000_000}),
-        )  # fmt: skip
+        self.trainerless = self._run("trainerless", pipeline("t", 1, [1], FOREVER), pipeline("u", 3, [3], 3))
         self.driverless = self._run("driverless", pipeline("d", 3, [3], FOREVER))
+        self.kill_trainer_and_driver()
         self.weights_crossed()
         self.engine_and_weights()
-        self.kill_trainer()
-        self.kill_driver()
+        self.miss_driver()
         self.kill_control_plane()
         self.interrupt()
         self.hang_engine()
@@ -164,6 +160,10 @@ class Story:
             name, "scenarios.run", file, *REAL, "--address", self.cluster.address, "--json", "-", *options,
             "--trace", str(self.place.folder / f"{name}.jsonl"), "--output", str(self.place.folder / f"{name}-out"),
         )  # fmt: skip
+
+    def events(self, type_: str, /, **fields: Any) -> list[dict[str, Any]]:
+        """Items of the whole log, as the longest run wrote it."""
+        return logged(self.place.folder / "survivor.jsonl", type_, **fields)
 
     def steps(self, name: str) -> int:
         return len(self.place.events("StepCompleted", pipeline=name))
@@ -187,6 +187,16 @@ class Story:
 
     # --- what happens -------------------------------------------------------------------------------------------
 
+    def kill_trainer_and_driver(self) -> None:
+        until(lambda: self.steps("t") >= 1, "a step of the pipeline whose trainer is killed")
+        os.kill(self.place.worker("t/actor_train-0"), signal.SIGKILL)
+        until(lambda: self.steps("d") >= 1, "a step of the run whose driver is killed")
+        os.kill(self.driverless.process.pid, signal.SIGKILL)
+
+    def miss_driver(self) -> None:
+        until(lambda: self.place.events("ClientLost", pipeline="d"), "the control plane to miss the driver")
+        until(lambda: not self.place.worker("d/engine-0", self.cluster.second), "the end of its workers")
+
     def weights_crossed(self) -> None:
         until(lambda: self.steps("s") >= 1, "the survivor's first step")
         self.hold()
@@ -209,17 +219,6 @@ class Story:
 
     def damaged(self) -> list[dict[str, Any]]:
         return [one for one in self.place.events("ActionFailed") if "is damaged" in one["reason"]]
-
-    def kill_trainer(self) -> None:
-        until(lambda: self.steps("t") >= 1, "a step of the pipeline whose trainer is killed")
-        os.kill(self.place.worker("t/actor_train-0"), signal.SIGKILL)
-        until(lambda: self.place.events("PipelineEnded", pipeline="t"), "the end of t")
-
-    def kill_driver(self) -> None:
-        until(lambda: self.steps("d") >= 1, "a step of the run whose driver is killed")
-        os.kill(self.driverless.process.pid, signal.SIGKILL)
-        until(lambda: self.place.events("ClientLost", pipeline="d"), "the control plane to miss the driver")
-        until(lambda: not self.place.worker("d/engine-0", self.cluster.second), "the workers of the dead driver")
 
     def kill_control_plane(self) -> None:
         planes = [pid for pid, title in marked(self.place.mark).items() if title.startswith("ray::ControlPlane")]
@@ -271,3 +270,59 @@ def test_a_run_survives_the_death_of_everything_but_its_trainer(story: Story) ->
     (own,) = story.survivor.result()["pipelines"]
     assert (own["id"], own["steps_done"], own["trajectories"], own["error"]) == ("s", 12, 12 * 8, None)
     assert story.survivor.result()["violations"] == []
+
+
+def test_the_log_of_a_run_that_shared_its_cluster_replays_too(story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay.main([str(story.place.folder / "survivor.jsonl")]) == 0
+    assert "same actions" in capsys.readouterr().out
+
+
+def test_weights_cross_to_the_other_node(story: Story) -> None:
+    here, there = story.copies
+    assert here and there  # each node has a cache of its own
+    assert story.events("OpenGate", pipeline="s", dp_rank=1)
+
+
+def test_damaged_weights_are_found_and_not_served(story: Story) -> None:
+    assert "checksum" in next(one for one in story.events("ActionFailed") if "is damaged" in one["reason"])["reason"]
+
+
+def test_an_engine_that_hangs_is_killed_and_started_again(story: Story) -> None:
+    unknown = story.events("ActionUnknown")
+    assert any("after 6 s" in one["reason"] for one in unknown), unknown
+    assert story.replaced not in (0, story.hung)
+
+
+def test_a_trainer_that_dies_fails_its_pipeline_and_no_other(story: Story) -> None:
+    assert story.codes["trainerless"] == 1
+    t, u = story.trainerless.result()["pipelines"]
+    assert "actor_train-0 died" in t["error"]
+    assert (u["steps_done"], u["error"]) == (3, None)
+
+
+def test_a_driver_that_dies_gives_up_its_gpus_and_its_workers(story: Story) -> None:
+    lost = story.events("ClientLost", pipeline="d")
+    assert len(lost) == 1 and "said nothing" in lost[0]["reason"]
+    assert story.events("StopPipeline", pipeline="d")
+
+
+def test_ctrl_c_while_workers_start_leaves_none_of_them(story: Story) -> None:
+    assert story.interrupted == 130, story.impatient.said()
+    assert story.impatient.result()["outcome"] == "interrupted"
+    assert story.interrupted_left == [0, 0, 0]
+
+
+def test_a_node_that_leaves_takes_its_engines_and_nothing_else(story: Story) -> None:
+    assert len(story.events("NodeLeft")) == 1
+    assert story.survivor.result()["outcome"] == "completed"
+
+
+def test_no_driver_repeats_what_ray_says_of_dead_workers(story: Story) -> None:
+    for run in (story.survivor, story.trainerless, story.impatient):
+        assert "raylet" not in run.said() and "Traceback" not in run.said()
+
+
+def test_the_last_run_leaves_no_actor_no_folder_and_no_weights_on_any_node(story: Story) -> None:
+    assert story.left == []
+    assert not list(story.place.folder.glob("turnstile-*/*")) + list(story.cluster.second.glob("turnstile-*/*"))
+    assert [list(folder.iterdir()) for folder in story.cluster.memory] == [[], []]

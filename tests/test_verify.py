@@ -143,7 +143,7 @@ def test_residence_without_turns_is_found_starving_in_a_fair_cycle(monkeypatch: 
     assert any("goes round and round" in line for line in verdict.story)
 
 
-def _as_soon_as_it_serves(engine, only):
+def _as_soon_as_it_serves(engine, only, stays: int | None = None):
     return engine.routable_since if engine.routable else None
 
 
