@@ -18,34 +18,52 @@ class DriverPolicy(StrEnum):
 
 
 class Durations(Record, frozen=True, kw_only=True):
-    """A distribution of durations (ns): a mixture of lognormals, constants and samples.
+    """A distribution of durations (ns): a mixture of lognormals, constants and uniforms, or samples, or a drift.
 
     `parts` are (weight, kind, a, b): `constant` a; `lognormal` median a, sigma b (times 1e6); `uniform` a..b.
-    `samples` (from a CSV) are drawn uniformly and exclude `parts`.
+    `samples` are drawn uniformly and exclude `parts`.
     """
 
     parts: tuple[tuple[float, str, int, int], ...] = ()
     samples: tuple[int, ...] = ()
+    drift: tuple[tuple[int, ...], ...] = ()
+    """Samples that change as a run goes on: list k serves draws number k x `every` and on, the last one all after it.
+    Trajectories are numbered by batch, phases by how often the worker did them. Excludes the other two."""
+    every: int = 1
+    first: int = 0
+    """What the first one of each process takes instead (0: nothing else than usual); phases only."""
+
+
+Cost = int | Durations
+"""What a phase takes: always the same, or drawn each time."""
 
 
 class Costs(Record, frozen=True, kw_only=True):
     """Durations (ns) of everything a pipeline does, for the simulator; a real backend takes what it takes."""
 
-    init: int
-    train: int
-    offload: int
-    onload: int
-    publish: int
-    sync: int
-    sleep: int
-    wake: int
-    restart: int
+    init: Cost
+    train: Cost
+    offload: Cost
+    onload: Cost
+    publish: Cost
+    sync: Cost
+    sleep: Cost
+    wake: Cost
+    restart: Cost
     """Cold start of one engine after its process died."""
-    log_probs: int = 0
+    log_probs: Cost = 0
     """One pass of old or reference log-probs, or of values."""
-    critic_train: int = 0
+    critic_train: Cost = 0
     engine_slots: int = 16
     trajectory: Durations
+    warmup: Cost = 0
+    """What the first request of an engine's process waits beside: kernels are compiled for it."""
+    gate: Cost = 0
+    """From the order to open an engine's gate until its pipeline has heard of it."""
+    command: Cost = 0
+    """From a grant, or another command, until its pipeline has taken it."""
+    release: Cost | None = None
+    """From "released" until the memory is seen free. None: what the simulator takes for usual."""
 
 
 class Evaluation(Record, frozen=True, kw_only=True):

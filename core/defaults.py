@@ -8,7 +8,7 @@ trains on has its defaults, with reasons, beside its fields: `core.workload`.
 import math
 
 from core.config import Costs, Durations
-from core.lengths import SIGMA_UNIT, quantile
+from core.lengths import SIGMA_UNIT, most, quantile
 from core.model import Limits
 from core.units import gib, ns, ns_written
 
@@ -56,7 +56,7 @@ def log_probs(train: int) -> int:
 
 def min_residence(costs: Costs) -> int:
     """Four times what a turn costs, so that at most a fifth of an engine's time is spent on switching."""
-    return max(ns(30), 4 * (costs.wake + costs.sync + costs.sleep))
+    return max(ns(30), 4 * (most(costs.wake) + most(costs.sync) + most(costs.sleep)))
 
 
 def reissue_after(costs: Costs) -> int:
@@ -66,8 +66,8 @@ def reissue_after(costs: Costs) -> int:
 
 def hold(costs: Costs) -> int:
     """Longest a non-rollout lease is held: four times everything a trainer may do under one lease."""
-    work = max(costs.train, costs.critic_train) + costs.log_probs
-    return max(ns(600), 4 * (costs.onload + work + costs.publish + costs.offload))
+    work = max(most(costs.train), most(costs.critic_train)) + most(costs.log_probs)
+    return max(ns(600), 4 * (most(costs.onload) + work + most(costs.publish) + most(costs.offload)))
 
 
 def limits(costs: Costs, residence: int) -> Limits:
@@ -75,10 +75,10 @@ def limits(costs: Costs, residence: int) -> Limits:
     slow = 4 * quantile(costs.trajectory, 0.99)
     return Limits(
         hold=hold(costs),
-        init=max(ns(600), 4 * costs.init),
-        wake=max(ns(120), 4 * max(costs.wake, costs.restart)),
-        sync=max(ns(120), 4 * costs.sync),
-        sleep=max(ns(60), 4 * costs.sleep),
+        init=max(ns(600), 4 * most(costs.init)),
+        wake=max(ns(120), 4 * max(most(costs.wake), most(costs.restart))),
+        sync=max(ns(120), 4 * most(costs.sync)),
+        sleep=max(ns(60), 4 * most(costs.sleep)),
         drain=max(ns(120), slow),
         release=ns(30),
         quarantine=ns(600),

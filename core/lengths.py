@@ -1,4 +1,4 @@
-"""How long trajectories take: reading a declared distribution, and its quantiles.
+"""How long things take: reading a declared distribution, its quantiles, and what formulas make of one.
 
 Drawing from one belongs to the backend that simulates; the formulas of limits need only a quantile.
 """
@@ -6,19 +6,25 @@ Drawing from one belongs to the backend that simulates; the formulas of limits n
 import csv
 import io
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from core.config import Durations
+import msgspec
+
+from core.config import Cost, Durations
 from core.errors import ConfigError
 from core.reading import MOST_SECONDS, Table, number, read_list, read_seconds, shown
 from core.units import NS_PER_S, ns_written
 
 SHAPES = ("lognormal", "constant", "uniform")
+KINDS = (*SHAPES, "csv", "samples", "drift", "mixture")
+DRIFT_KEYS = ("every", "samples")
 SIGMA_UNIT = 1_000_000
 MOST_SIGMA = 10
 MOST_PARTS = 100
 MOST_WEIGHT = 1_000_000
+MOST_SAMPLES = 100_000
 
 Part = tuple[float, str, int, int]
 
@@ -33,13 +39,45 @@ def read_durations(value: object, where: str, folder: Path) -> Durations:
     """
     if not isinstance(value, dict):
         return Durations(parts=(_constant(1.0, value, where),))
-    table = Table(value, where, (*SHAPES, "csv", "mixture"))
-    kind = _only_one(table, (*SHAPES, "csv", "mixture"))
-    if kind == "csv":
-        return Durations(samples=read_samples(folder / table.text("csv"), table.at("csv")))
-    if kind == "mixture":
-        return Durations(parts=_mixture(table))
-    return Durations(parts=(_shape(table, kind, 1.0),))
+    return _read_kind(Table(value, where, KINDS), folder)
+
+
+def read_cost(value: object, where: str, folder: Path) -> Cost:
+    """What a phase takes: a number of seconds (ns here), or a distribution, which may have a `first` beside it."""
+    if not isinstance(value, dict):
+        return read_seconds(value, where)
+    table = Table(value, where, (*KINDS, "first"))
+    read = _read_kind(table, folder)
+    return msgspec.structs.replace(read, first=table.seconds("first", positive=True)) if table.has("first") else read
+
+
+def _read_kind(table: Table, folder: Path) -> Durations:
+    match _only_one(table, KINDS):
+        case "csv":
+            return Durations(samples=read_samples(folder / table.text("csv"), table.at("csv")))
+        case "samples":
+            return Durations(samples=_sample_list(table))
+        case "drift":
+            return _drift(table.table("drift", DRIFT_KEYS))
+        case "mixture":
+            return Durations(parts=_mixture(table))
+        case kind:
+            return Durations(parts=(_shape(table, kind, 1.0),))
+
+
+def _sample_list(table: Table) -> tuple[int, ...]:
+    rows = table.rows("samples")
+    if not 1 <= len(rows) <= MOST_SAMPLES:
+        raise ConfigError(table.at("samples"), f"must be 1 to {MOST_SAMPLES} durations, not {len(rows)}")
+    return tuple(read_seconds(value, where) for where, value in rows)
+
+
+def _drift(table: Table) -> Durations:
+    rows = table.rows("samples")
+    if not rows:
+        raise ConfigError(table.at("samples"), "must be a list of lists of durations")
+    lists = tuple(_sample_list(Table({"samples": row}, where, ("samples",))) for where, row in rows)
+    return Durations(drift=lists, every=table.whole("every", 1, least=1))
 
 
 def _only_one(table: Table, kinds: tuple[str, ...]) -> str:
@@ -137,9 +175,10 @@ def quantile(durations: Durations, q: float) -> int:
 
     The rounding hides the last bits of `log` and `erf`, which differ between C libraries. At most 3 years.
     """
+    if durations.drift:  # at its longest: what holds at one time of the run may not hold at another
+        return max(_of_samples(samples, q) for samples in durations.drift)
     if durations.samples:
-        ordered = sorted(durations.samples)
-        return _whole_ms(ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1)])
+        return _of_samples(durations.samples, q)
     wanted = (q - 1e-9) * sum(weight for weight, *_ in durations.parts)
     low, high = 0, ns_written(MOST_SECONDS)
     while low < high:
@@ -147,6 +186,21 @@ def quantile(durations: Durations, q: float) -> int:
         below = sum(weight * _share_below(kind, a, b, middle) for weight, kind, a, b in durations.parts)
         low, high = (low, middle) if below >= wanted else (middle + 1, high)
     return _whole_ms(low)
+
+
+def _of_samples(samples: Sequence[int], q: float) -> int:
+    ordered = sorted(samples)
+    return _whole_ms(ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1)])
+
+
+def usual(cost: Cost) -> int:
+    """What half of them do not exceed (ns); of a constant, itself."""
+    return cost if isinstance(cost, int) else quantile(cost, 0.5)
+
+
+def most(cost: Cost) -> int:
+    """What all but 1 % do not exceed, the first of a process included (ns); of a constant, itself."""
+    return cost if isinstance(cost, int) else max(cost.first, quantile(cost, 0.99))
 
 
 def _whole_ms(nanos: int) -> int:

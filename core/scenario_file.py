@@ -14,6 +14,7 @@ from core import defaults
 from core.config import (
     OUTCOMES,
     RULES,
+    Cost,
     Costs,
     DriverPolicy,
     Evaluation,
@@ -24,7 +25,7 @@ from core.config import (
     Trigger,
 )
 from core.errors import ConfigError
-from core.lengths import read_durations
+from core.lengths import most, read_cost, read_durations
 from core.model import (
     ROLE_KEYS,
     Cluster,
@@ -57,7 +58,10 @@ EVAL_KEYS = ("every", "trajectories")
 TRIGGER_KEYS = ("pipeline", "event")
 TRIGGER_EVENTS = ("rollout_granted", "init_accepted")
 PHASE_KEYS = ("init", "train", "offload", "onload", "publish", "sync", "sleep", "wake")
-COST_KEYS = (*PHASE_KEYS, "restart", "log_probs", "critic_train", "engine_slots", "trajectory")
+LATENCY_KEYS = ("warmup", "gate", "command")
+COST_KEYS = (
+    *PHASE_KEYS, "restart", "log_probs", "critic_train", "engine_slots", "trajectory", *LATENCY_KEYS, "release",
+)  # fmt: skip
 MEMORY_KEYS = ("train_gib", "engine_gib", "residue_gib", "init_peak_gib", "host_cache_gib")
 LIMIT_KEYS = tuple(f"{name}_s" for name in Limits.__struct_fields__)
 EXPECT_KEYS = ("outcome", "max_wait_s", "violations", "max_makespan_s", "min_handovers", "failed")
@@ -282,7 +286,11 @@ def _trigger(table: Table, key: str) -> Trigger | None:
 
 def _costs(pipeline: Table, folder: Path) -> Costs:
     table = pipeline.table("costs", COST_KEYS)
-    phases = {key: table.seconds(key, defaults.cost(key)) for key in PHASE_KEYS}
+
+    def cost(key: str, default: Cost) -> Cost:
+        return read_cost(table.get(key), table.at(key), folder) if table.has(key) else default
+
+    phases = {key: cost(key, defaults.cost(key)) for key in PHASE_KEYS}
     critic = pipeline.has("critic")
     passes = critic or pipeline.has("reference") or pipeline.flag("old_log_probs", False)
     trajectory = table.get("trajectory")
@@ -290,11 +298,13 @@ def _costs(pipeline: Table, folder: Path) -> Costs:
         trajectory = read_durations(trajectory, table.at("trajectory"), folder)
     return Costs(
         **phases,
-        restart=table.seconds("restart", phases["init"]),
-        log_probs=table.seconds("log_probs", defaults.log_probs(phases["train"]) if passes else 0),
-        critic_train=table.seconds("critic_train", phases["train"] if critic else 0),
+        restart=cost("restart", phases["init"]),
+        log_probs=cost("log_probs", defaults.log_probs(most(phases["train"])) if passes else 0),
+        critic_train=cost("critic_train", phases["train"] if critic else 0),
         engine_slots=table.whole("engine_slots", defaults.ENGINE_SLOTS, least=1),
         trajectory=trajectory or defaults.TRAJECTORY,
+        **{key: cost(key, 0) for key in LATENCY_KEYS},
+        release=cost("release", 0) if table.has("release") else None,
     )
 
 

@@ -241,11 +241,11 @@ def _short_limits(job: Job) -> list[str]:
     """Limits below the usual duration of what they limit: the pipeline would be cut off every time."""
     costs, limits, found = job.costs, job.spec.limits, []
     usual = {
-        "hold": costs.onload + costs.train + costs.publish + costs.offload,
-        "init": costs.init,
-        "wake": costs.wake,
-        "sync": costs.sync,
-        "sleep": costs.sleep,
+        "hold": usual(costs.onload) + usual(costs.train) + usual(costs.publish) + usual(costs.offload),
+        "init": usual(costs.init),
+        "wake": usual(costs.wake),
+        "sync": usual(costs.sync),
+        "sleep": usual(costs.sleep),
     }
     for name, needs in usual.items():
         limit = getattr(limits, name)

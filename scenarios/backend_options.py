@@ -22,13 +22,16 @@ from core.reading import nearest
 from core.workload import DEVICES, MOST_TOKENS, NUMBERS, TASKS, changed, read_bounded, read_function
 from scenarios.parsing import whole
 
-MACHINE = ("device", "devices", "address", "output", "transport", "verify_weights")
+MACHINE = (
+    "device", "devices", "address", "output", "transport", "verify_weights", "checkpoint_every", "resume",
+)  # fmt: skip
 WORKLOAD = ("model", "task", "prompts", "reward", "max_tokens", "learning_rate")
 
 AUTO = "auto"
 TRANSPORTS = (AUTO, "cache", "ipc", "nccl")
 MOST_PORT = 65_535
 MOST_CARD = 1_000_000
+MOST_STEPS = 1_000_000
 
 
 # --- what can be asked for --------------------------------------------------------------------------------
@@ -56,6 +59,11 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--verify-weights", action="store_true", default=None, help="compare every tensor of every engine after a sync"
     )
+
+    group.add_argument(
+        "--checkpoint-every", type=whole(1, MOST_STEPS), metavar="N", help="keep the newest checkpoint in --output"
+    )
+    group.add_argument("--resume", metavar="DIR", help="go on from the checkpoints in an earlier run's --output")
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
@@ -141,6 +149,8 @@ def backend_options(options: argparse.Namespace, scenario: Scenario, takes: Coll
         "output": str(_output(options, scenario)),
         "transport": _transport(options, device),
         "verify_weights": bool(options.verify_weights),
+        "checkpoint_every": options.checkpoint_every or 0,
+        "resume": options.resume,
     }
     return {name: value for name, value in values.items() if name in takes}
 

@@ -3,17 +3,36 @@
 Few runs, looked at by many tests: starting a worker takes seconds of a processor.
 """
 
+import json
 import os
 import signal
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_world import ACTORS, LOOPBACK, Cluster, Place, Run, lines, listening, logged, marked, pipeline, scenario, until
+from ray_world import (
+    ACTORS,
+    LOOPBACK,
+    ROOT,
+    Cluster,
+    Place,
+    Run,
+    lines,
+    listening,
+    logged,
+    marked,
+    pipeline,
+    scenario,
+    until,
+)
 
 from scenarios import replay
+from scenarios import run as scenario_run
 
 for package in ("ray", "torch", "megatron", "transformers"):
     if find_spec(package) is None:  # importing it takes seconds, and is the workers' business
@@ -326,3 +345,112 @@ def test_the_last_run_leaves_no_actor_no_folder_and_no_weights_on_any_node(story
     assert story.left == []
     assert not list(story.place.folder.glob("turnstile-*/*")) + list(story.cluster.second.glob("turnstile-*/*"))
     assert [list(folder.iterdir()) for folder in story.cluster.memory] == [[], []]
+
+
+# --- what is refused before anything starts ---------------------------------------------------------------------
+
+UNKNOWN_MODEL = {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}
+
+
+def refused(folder: Path, *options: str, **given: Any) -> list[str]:
+    """Arguments of a run of one pipeline on one GPU, in which `given` is wrong."""
+    workload = given.pop("workload", {})
+    own = pipeline("p", 0, [0], 1, workload={"kv_tokens": 4096} | workload, **given)
+    file = scenario(folder, "refused", {"gpus_per_node": 1, "gpu_memory_gib": 0.5}, own)
+    return [file, *REAL, "--output", str(folder / "out"), *options]
+
+
+def _no_model(folder: Path) -> list[str]:
+    return refused(folder, "--model", str(folder / "no-such-model"))
+
+
+def _unknown_architecture(folder: Path) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(UNKNOWN_MODEL))
+    return refused(folder, "--model", str(folder))
+
+
+def _bad_prompts(folder: Path) -> list[str]:
+    file = folder / "prompts.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    return refused(folder, "--prompts", str(file), "--reward", "tests.ray_world:held")
+
+
+def _no_reward(folder: Path) -> list[str]:
+    return refused(folder, "--reward", "no_such_module:reward")
+
+
+def _critic(folder: Path) -> list[str]:
+    return refused(folder, critic={"gpus": [0]})
+
+
+def _too_large(folder: Path) -> list[str]:
+    return refused(folder, workload={"kv_tokens": 1_000_000})
+
+
+def _output_in_use(folder: Path) -> list[str]:
+    (folder / "out").mkdir()
+    (folder / "out" / "p.jsonl").touch()
+    return refused(folder)
+
+
+def _nobody_there(folder: Path) -> list[str]:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    return refused(folder, "--address", f"127.0.0.1:{port}")
+
+
+def _children() -> list[int]:
+    """Processes that this one has started and that live."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+BAD_INPUT = {
+    _no_model: "no-such-model",
+    _unknown_architecture: "FalconForCausalLM",
+    _bad_prompts: "prompts.jsonl:2",
+    _no_reward: "no_such_module:reward cannot be imported",
+    _critic: "GRPO on real workers has no worker group critic",
+    _too_large: "GPU 0: ",
+    _output_in_use: "is not empty",
+    _nobody_there: "nothing listens at 127.0.0.1",
+}
+
+
+@pytest.mark.parametrize("bad", BAD_INPUT, ids=[bad.__name__ for bad in BAD_INPUT])
+def test_bad_input_is_one_line_and_exit_2_and_starts_nothing(
+    bad: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scenario_run.main(bad(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    assert BAD_INPUT[bad] in said
+    assert _children() == []
+
+
+def test_a_fault_that_real_workers_cannot_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fault = {"at": 1, "kind": "lose_message", "pipeline": "p"}
+    file = scenario(tmp_path, "faulty", {"gpus_per_node": 1}, pipeline("p", 0, [0], 1), faults=[fault])
+    assert scenario_run.main([file, *REAL, "--output", str(tmp_path / "out")]) == 2
+    assert "lose_message cannot be done to real workers" in capsys.readouterr().err
+
+
+def test_help_imports_neither_ray_nor_torch() -> None:
+    asked = "import sys; sys.argv = ['x', '--help']; from scenarios import overlap_2gpu as scenario; scenario.main()"
+    look = f"try:\n {asked}\nexcept SystemExit: print([m for m in ('ray', 'torch', 'simpy') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+# --- a policy that gets stuck -----------------------------------------------------------------------------------
+
+
+def test_the_policy_of_the_incident_gets_stuck_for_real_and_says_why(place: Place) -> None:
+    stuck = place.run(
+        "stuck", "scenarios.overlap_2gpu", *REAL, "--demand", "signal", "--json", "-", "--quiet",
+        "--output", str(place.folder / "out"),
+    )  # fmt: skip
+    assert stuck.wait() == 3, stuck.said()
+    result = stuck.result()
+    assert result["outcome"] in ("deadlock", "starved")
+    assert "p1" in result["diagnosis"]
+    assert marked(place.mark) == {}

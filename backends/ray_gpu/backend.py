@@ -20,6 +20,7 @@ import anyio
 import msgspec
 
 from backends.ray_gpu import cluster, wire
+from backends.ray_gpu.checkpoints import checkpoint_of, left_of, read_progress
 from backends.ray_gpu.checks import check_scenario
 from backends.ray_gpu.clock import RealClock
 from backends.ray_gpu.devices.budget import budget_of
@@ -44,7 +45,10 @@ class RayBackend:
     """`RayBackend(scenario, device="cpu", ...)`; `scenarios.backend_options` says what each option is."""
 
     name = "ray_gpu"
-    takes = ("device", "devices", "address", "output", "transport", "verify_weights", "workload")
+    takes = (
+        *("device", "devices", "address", "output", "transport", "verify_weights"),
+        *("checkpoint_every", "resume", "workload"),
+    )
     """Which command-line options it takes (`scenarios.backend_options`)."""
     settle_ns = SETTLE_NS
     skew_ns = SETTLE_NS
@@ -60,18 +64,20 @@ class RayBackend:
         verify_weights: bool = False,
         transport: str = "auto",
         heartbeat_s: float = 20.0,
+        checkpoint_every: int = 0,
+        resume: str | Path | None = None,
     ) -> None:
         check_scenario(scenario, transport)
         scenario = adapted(scenario, device, budget_of(device, tuple(devices or ()), scenario.cluster, address))
         check_world(scenario)
         options = wire.ClusterOptions(device=device, devices=tuple(devices or ()), heartbeat_s=heartbeat_s)
-        crews = [
-            CrewPlan(
-                job=job, seed=scenario.seed, device=device, verify_weights=verify_weights, transport=transport,
-                caller_path=(os.getcwd(),), output="" if output is None else str(output),
-            )
-            for job in scenario.jobs
-        ]  # fmt: skip
+        common = CrewPlan(
+            job=scenario.jobs[0], seed=scenario.seed, device=device, verify_weights=verify_weights,
+            caller_path=(os.getcwd(),), output="" if output is None else str(output),
+            checkpoint_every=checkpoint_every,
+        )  # fmt: skip
+        crews = [_going_on(msgspec.structs.replace(common, job=job), resume) for job in scenario.jobs]
+        scenario = msgspec.structs.replace(scenario, jobs=tuple(crew.job for crew in crews))
         cluster.connect(address)
         try:
             from backends.ray_gpu.joining import join  # not before Ray's environment is set
@@ -94,6 +100,8 @@ class RayBackend:
         self._decoding: dict[tuple[str, int], int] = {}
         self._calls = 0
         self._taken: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._used: dict[str, int] = {}
+        """Batches used so far, by pipeline."""
         self._emit: Emit | None = None
         self._on_kill_client: dict[str, Callable[[], None]] = {}
         self._session: Any = None
@@ -169,6 +177,7 @@ class RayBackend:
         match event:
             case events.BatchTaken():
                 self._taken[event.pipeline] = (event.batch, event.trajectories)
+                self._used[event.pipeline] = event.batch + 1
             case events.TrajectoryDropped():
                 self._desk(event.pipeline).dropped.remote(event.batch, event.trajectory)
             case events.BatchClosed() if event.reason != "taken":
@@ -206,7 +215,8 @@ class RayBackend:
         group = None if job is None else job.spec.group(role)
         if group is None:
             raise OperationFailed(f"{pipeline} has no worker group {role}")
-        rows, known = None, {}
+        rows: Any = self._used.get(pipeline, 0) if phase == "publish" else None
+        known: dict[str, float] = {}
         try:
             if phase in ("train", "log_probs"):
                 batch, trajectories = self._taken[pipeline]
@@ -297,6 +307,15 @@ class RayBackend:
             case _:
                 with suppress(*_ray_errors()):
                     await self._joined.control.inject.remote(fault.kind, fault.pipeline, fault.dp_rank)
+
+
+def _going_on(crew: CrewPlan, resume: str | Path | None) -> CrewPlan:
+    """The crew as it goes on from an earlier run's output folder, if there is one. Raises ConfigError."""
+    if resume is None:
+        return crew
+    folder = checkpoint_of(Path(resume).absolute(), crew.id)
+    behind = read_progress(folder)
+    return msgspec.structs.replace(crew, job=left_of(crew.job, behind), resume=str(folder), behind=behind)
 
 
 class _Call:

@@ -76,13 +76,14 @@ class Fleet:
     def _agent(self, node: int) -> Any:
         size = self._cluster.gpus_per_node
         gpus = dict.fromkeys(range(node * size, (node + 1) * size), self._cluster.gpu_memory)
+        devices = self._options.devices[node * size : (node + 1) * size]
         return (
             ray.remote(NodeAgent)
             .options(
                 name=agent_name(node), namespace=CONTROL_NAMESPACE, get_if_exists=True, lifetime="detached",
                 max_restarts=-1, num_cpus=0, max_concurrency=1000, scheduling_strategy=self.affinity(node),
             )
-            .remote(self._places.session, node, gpus, self._options.device, self._options.devices)
+            .remote(self._places.session, node, gpus, self._options.device, devices)
         )  # fmt: skip
 
     def affinity(self, node: int) -> NodeAffinitySchedulingStrategy:
@@ -101,8 +102,9 @@ class Fleet:
 
     def physical(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """The physical GPUs, on their own node, of logical ones; each once."""
-        devices = self._options.devices or tuple(range(self._cluster.gpus_per_node))
-        return tuple(dict.fromkeys(devices[gpu % self._cluster.gpus_per_node] for gpu in gpus))
+        own = tuple(range(self._cluster.gpus_per_node)) * self._cluster.nodes
+        devices = self._options.devices or own
+        return tuple(dict.fromkeys(devices[gpu] for gpu in gpus))
 
     async def close(self) -> None:
         """End every worker and agent; remove what they kept."""

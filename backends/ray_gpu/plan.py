@@ -2,6 +2,7 @@
 
 import msgspec
 
+from backends.ray_gpu.checkpoints import Progress
 from core.config import Job
 from core.model import Record, Role
 
@@ -13,12 +14,16 @@ class CrewPlan(Record, frozen=True, kw_only=True):
     device: str = "cpu"
     verify_weights: bool = False
     """Compare every synced engine tensor by tensor with what was published."""
-    transport: str = "auto"
-    """How weights reach an engine: `cache`, `ipc`, `nccl` or `auto`."""
     caller_path: tuple[str, ...] = ()
     """Folders in which the driver looks for modules: where a reward function may live."""
     output: str = ""
-    """Folder for checkpoints and samples; empty: none are kept."""
+    """Folder for checkpoints; empty: none are kept."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints; 0: none are made."""
+    resume: str = ""
+    """Folder of the checkpoint to go on from; empty: from the model."""
+    behind: Progress = Progress()
+    """What the pipeline had done in earlier runs."""
 
     @property
     def id(self) -> str:

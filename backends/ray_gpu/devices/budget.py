@@ -21,7 +21,7 @@ def budget_of(device: str, devices: tuple[int, ...], cluster: Cluster, address: 
 
     with Nvml() as nvml:
         cards = {card.index: card for card in nvml.cards()}
-    indices = devices or tuple(range(cluster.gpus_per_node))
+    indices = devices[: cluster.gpus_per_node] or tuple(range(cluster.gpus_per_node))
     missing = [index for index in indices if index not in cards]
     if missing:
         raise ConfigError(

@@ -119,7 +119,8 @@ class Desk(Worker):
 
     def _draw(self, attempt: Attempt, position: int) -> int:
         """Seed of the sampling of a trajectory from a position on; below 2**31, which every engine takes."""
-        name = f"{self.plan.seed}/{self.plan.id}/{attempt.batch}/{attempt.trajectory}/{position}".encode()
+        number = self.plan.behind.batches + attempt.batch
+        name = f"{self.plan.seed}/{self.plan.id}/{number}/{attempt.trajectory}/{position}".encode()
         return int.from_bytes(blake2b(name, digest_size=4).digest()) >> 1
 
     async def cancel(self, packed: bytes) -> None:
@@ -139,7 +140,8 @@ class Desk(Worker):
         if story is None:
             group = self._group(attempt)
             first = group * (1 if attempt.evaluation else self.job.samples_per_prompt)
-            prompt = self._lessons.prompt(attempt.batch, first, evaluation=attempt.evaluation)
+            number = self.plan.behind.batches + attempt.batch
+            prompt = self._lessons.prompt(number, first, evaluation=attempt.evaluation)
             story = self._stories[key] = _Story(group, prompt, self._tokenizer.encode(prompt))
         return story
 

@@ -6,6 +6,9 @@ version into the node's weight cache, from rank 0.
 
 from typing import Any
 
+import msgspec
+
+from backends.ray_gpu.checkpoints import Progress, as_extra, checkpoint_of
 from backends.ray_gpu.places import models, trainer_name
 from backends.ray_gpu.plan import CrewPlan
 from backends.ray_gpu.workers.base import Worker
@@ -37,6 +40,7 @@ class TrainerWorker(Worker):
         self._epoch = epoch
         self._memory = DeviceMemory(plan, self.places, self.owner, self.gpus, budgets)
         self._trainer: Any = None
+        self._old: list[list[float]] | None = None
         self._loaded = False
 
     def build(self) -> None:
@@ -61,6 +65,8 @@ class TrainerWorker(Worker):
             )
         )  # fmt: skip
         self._trainer.build()
+        if self.plan.resume:
+            self._trainer.load(self.plan.resume)
         self._memory.hold("train", self._trainer.loaded_bytes())
         self._loaded = True
 
@@ -92,10 +98,27 @@ class TrainerWorker(Worker):
         self._loaded = False
         self._memory.hold("train", self._trainer.resident_bytes())
 
+    def _log_probs(self, version: int, rows: Any) -> None:
+        """The trainer's own log-probabilities of the batch, which its training then starts from."""
+        self._old = self._trainer.log_probs(rows)
+
     def _train(self, version: int, rows: Any) -> dict[str, float]:
+        old, self._old = self._old, None
+        if old is not None:
+            rows = [msgspec.structs.replace(row, logprobs=tuple(own)) for row, own in zip(rows, old, strict=True)]
         return self._trainer.train(rows)
 
     def _publish(self, version: int, rows: Any) -> dict[str, float]:
+        """`rows`: batches that this run has used so far."""
+        figures = self._write_version(version)
+        every = self.plan.checkpoint_every
+        if every and version and version % every == 0:
+            behind = self.plan.behind
+            done = Progress(steps=behind.steps + version, batches=behind.batches + rows)
+            self._trainer.save(str(checkpoint_of(self.plan.output, self.plan.id)), as_extra(done))
+        return figures
+
+    def _write_version(self, version: int) -> dict[str, float]:
         from backends.ray_gpu.weights.cache import WeightCache
         from backends.ray_gpu.weights.writer import WeightWriter
 
@@ -105,8 +128,6 @@ class TrainerWorker(Worker):
             return {}
         cache = WeightCache(self.places.memory, self.plan.id, self.job.spec.staleness + 2)
         cache.make_room()
-        if version in cache.versions:
-            return {}  # doubled
         with WeightWriter(self.places.memory, self.plan.id, version, self.job.workload.bucket_bytes) as writer:
             for name, tensor in self._trainer.export():
                 writer.add(name, tensor)

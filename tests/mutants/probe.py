@@ -1,0 +1,149 @@
+"""One detector at work on the tree it is started in. The child process of `detectors`: never run by hand.
+
+    python -m tests.mutants.probe DETECTOR MODULE ANSWER SEEDS CPU_SECONDS
+
+MODULE is the mutated one. A detector that never loads it cannot find anything there: it says so at once, and is *blind*
+to that mutant. The answer is written as JSON whatever happens; one that runs out of processor time leaves none.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+MEMORY_MOST = 6 << 30
+"""Bytes of address space: a mutant may collect without end."""
+SEED_CPU_S = 15
+"""A run of one seed takes a second, or it hangs."""
+STATES_MOST = 60_000
+"""More than any of the worlds has; a mutant may have made one endless."""
+
+UNIT = (
+    "test_planner", "test_gateway", "test_topology", "test_service", "test_restore", "test_driver", "test_pipeline",
+    "test_sim_world", "test_sim_faults", "test_incidents", "test_incidents_rollouts", "test_incidents_faults",
+    "test_holes",
+)  # fmt: skip
+"""Test files, the fast ones first."""
+SLOW = "i26 or at_no_moment or pricing_again"
+PROPERTY = ("test_planner", "test_topology", "test_gateway", "test_core_machine")
+OTHER_MACHINES = "TestFloor"
+
+Answer = dict[str, Any]
+
+
+def unit(module: str, seeds: int) -> Answer:
+    return _pytest(module, UNIT, "not hypothesis", f"not ({SLOW})")
+
+
+def property_(module: str, seeds: int) -> Answer:
+    os.environ["TURNSTILE_NO_SHRINK"] = "1"  # that there is a counterexample is enough
+    return _pytest(module, PROPERTY, "hypothesis", f"not {OTHER_MACHINES}")
+
+
+class Watch:
+    """A pytest plugin: what failed first, and whether the mutant was there at all."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.failed = ""
+        self.blind = False
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        if self.module and self.module not in sys.modules and not self.failed:
+            self.blind = True
+            session.shouldstop = "blind"
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed = self.failed or f"{report.nodeid} cannot be collected"
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid.rpartition("::")[2]
+
+
+def _pytest(module: str, names: tuple[str, ...], marked: str, named: str) -> Answer:
+    import pytest
+
+    files = [file for name in names if Path(file := f"tests/{name}.py").exists()]
+    watch = Watch(module)
+    pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", marked, "-k", named, *files], plugins=[watch])
+    return {"found": bool(watch.failed), "how": watch.failed, "blind": watch.blind}
+
+
+def explorer(module: str, seeds: int) -> Answer:
+    """Every class of fault and the whole portfolio of orders, as `scenarios.explore`; nothing is shrunk."""
+    from backends.sim.explore.campaign import Plan, explore
+    from backends.sim.explore.swarm import CLASSES
+    from scenarios import explore as command  # whatever the command line loads
+
+    assert command
+    if module and module not in sys.modules:
+        return {"found": False, "blind": True}
+    plan = Plan(classes=tuple(CLASSES))
+    hits, done, rules = 0, 0, Counter[str]()
+    signal.signal(signal.SIGPROF, signal.default_int_handler)
+    for seed in range(seeds):
+        signal.setitimer(signal.ITIMER_PROF, SEED_CPU_S)
+        found: list[str] = []
+        try:
+            found = [failure.finding.rule for failure in explore(plan, seed).failures]
+        except KeyboardInterrupt:
+            found = ["hung"]
+        except Exception as error:
+            found = [f"crash {type(error).__name__}"]
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        done += 1
+        hits += bool(found)
+        rules.update(sorted(set(found)))
+        if "hung" in rules:
+            break  # a loop torn out of its run leaves nothing to go on with
+    return {"found": hits > 0, "how": ", ".join(sorted(rules)), "hits": hits, "seeds": done}
+
+
+def verifier(module: str, seeds: int) -> Answer:
+    """Two pipelines on one GPU, step by step; on two GPUs; then faults."""
+    from core.verify.proof import BROKEN, STUCK, prove
+    from core.verify.search import Graph
+    from core.verify.world import World
+
+    if module and module not in sys.modules:
+        return {"found": False, "blind": True}
+    unfinished = ""
+    for world in (World(gpus=1), World(gpus=1, pipelines=1, faults=2), World(coarse=True)):
+        try:
+            verdict = prove(Graph(world), STATES_MOST)
+        except Exception as error:
+            return {"found": True, "how": f"{type(error).__name__}: {error}"[:200]}
+        if verdict.outcome in (BROKEN, STUCK):
+            return {"found": True, "how": verdict.outcome, "why": verdict.story[-1] if verdict.story else ""}
+        if verdict.outcome != "proved":
+            unfinished = verdict.outcome
+    return {"found": False, "how": unfinished}
+
+
+PROBES = {"unit": unit, "property": property_, "explorer": explorer, "verifier": verifier}
+
+
+def main(detector: str, module: str, answer: str, seeds: str, cpu: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu), int(cpu) + 5))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MOST, MEMORY_MOST))
+    import core
+
+    here = Path(core.__file__).resolve()
+    assert here.is_relative_to(Path.cwd().resolve()), f"this is not the copy: {here}"
+    try:
+        made = PROBES[detector](module, int(seeds))
+    except Exception as error:  # the packages do not even load
+        made = {"found": True, "how": f"crash {type(error).__name__}: {error}"[:200]}
+    made["cpu_s"] = round(time.process_time(), 1)
+    Path(answer).write_text(json.dumps(made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

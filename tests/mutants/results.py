@@ -1,0 +1,113 @@
+"""What came of it: kept in a file after every detector, so that a run can be stopped and gone on with; and as a table."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+
+from tests.mutants.detectors import DETECTORS, Found
+from tests.mutants.tree import Mutant
+
+BASELINE = "(none)"
+
+Row = dict[str, Found]
+
+
+class Results:
+    """By mutant and detector. A mutant whose text has changed since has no results."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._rows: dict[str, Row] = {}
+        if file is not None and file.exists():
+            for name, row in json.loads(file.read_text(encoding="utf-8")).items():
+                self._rows[name] = {detector: Found(**found) for detector, found in row.items()}
+
+    def of(self, mutant: Mutant | None) -> Row:
+        return self._rows.setdefault(_key(mutant), {})
+
+    def put(self, mutant: Mutant | None, detector: str, found: Found) -> None:
+        self.of(mutant)[detector] = found
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            told = {
+                name: {detector: found._asdict() for detector, found in row.items()} for name, row in self._rows.items()
+            }
+            self._file.write_text(json.dumps(told, indent=1), encoding="utf-8")
+
+
+def _key(mutant: Mutant | None) -> str:
+    if mutant is None:
+        return BASELINE
+    digest = hashlib.sha256("\0".join((mutant.file, mutant.old, mutant.new)).encode()).hexdigest()[:8]
+    return f"{mutant.name} {digest}"
+
+
+# --- the table --------------------------------------------------------------------------------------------
+
+
+def cell(detector: str, found: Found | None) -> str:
+    if found is None:
+        return ""
+    if found.blind:
+        return "blind"
+    if detector == "explorer":
+        return f"{found.hits}/{found.seeds} {found.how}".strip()
+    if not found.found:
+        return "-"
+    if detector == "verifier" or found.how.startswith("hung"):
+        return found.how.partition(":")[0]
+    return "yes"
+
+
+def holes(mutants: Iterable[Mutant], results: Results) -> list[str]:
+    """Mutants that every detector has looked at and none has found."""
+    return [
+        mutant.name
+        for mutant in mutants
+        if len(row := results.of(mutant)) == len(DETECTORS) and not any(found.found for found in row.values())
+    ]
+
+
+HEAD = """\
+# Mutants
+
+The tester is tested: each line is a fault put into a copy of the packages on purpose (`tests/mutants/table.py`), and
+what found it. Made by `python -m tests.mutants --json out/mutants.json --table docs/mutants.md` on {day}; that takes
+about an hour on one core, may be stopped, and goes on where it was.
+
+- **unit**: example tests of core and simulator, and the incidents (`yes`: at least one fails).
+- **property**: Hypothesis on the core machine, the planner, admission and the gateway.
+- **explorer**: `scenarios.explore`, {seeds} seeds with all faults and orders: in how many seeds, and the rules broken.
+- **verifier**: every state of 2 pipelines x 1 GPU, of 1 x 1 with two faults, of 2 x 2 (coarse).
+- `blind`: the detector never runs the mutated module. `-`: it looked and saw nothing. CPU: seconds, all detectors.
+
+Without a mutant all four find nothing; the runner makes sure of that first.
+
+"""
+
+
+def table(mutants: list[Mutant], results: Results) -> str:
+    """The page docs/mutants.md."""
+    lines = ["| mutant | breaks | unit | property | explorer | verifier | CPU |", "|---|---|---|---|---|---|---:|"]
+    seen = dict.fromkeys(DETECTORS, 0)
+    seeds = 0
+    for mutant in mutants:
+        row = results.of(mutant)
+        cells = [cell(detector, row.get(detector)) for detector in DETECTORS]
+        for detector, found in row.items():
+            seen[detector] += found.found
+            seeds = max(seeds, found.seeds)
+        cpu = sum(found.cpu_s for found in row.values())
+        lines.append(f"| `{mutant.name}` | {mutant.breaks} | {' | '.join(cells)} | {cpu:.0f} |")
+    missed = holes(mutants, results)
+    total = ", ".join(f"{detector} {count}" for detector, count in seen.items())
+    lines += ["", f"{len(mutants)} mutants; found by {total}. Found by nobody: {', '.join(missed) or 'none'}."]
+    lines += ["", "## The first test that failed", ""]
+    for mutant in mutants:
+        row = results.of(mutant)
+        tests = [f"{name} `{row[name].how}`" for name in ("unit", "property") if name in row and row[name].found]
+        if tests:
+            lines.append(f"- `{mutant.name}`: {', '.join(tests)}")
+    return HEAD.format(day=date.today().isoformat(), seeds=seeds) + "\n".join(lines) + "\n"
