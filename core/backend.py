@@ -117,6 +117,12 @@ class Backend(Protocol):
     # It carries out the action as `perform` does, without anybody waiting: in a later step of the event loop it asks
     # `may_begin(action)`, and if so calls `answer(action, outcome)` once. What it returns gives the answer up.
 
+    # A backend in which commands to a client take time, for the simulation of one where they do, may also have
+    #
+    #     def command_delay(self, pipeline: str) -> int
+    #
+    # It says how many ns the next one takes.
+
     # --- trainers, commanded by the pipeline while it holds the lease ---------------------------------
 
     async def phase(self, pipeline: str, role: Role, phase: Phase, epoch: int, version: int = -1) -> None:

@@ -18,7 +18,7 @@ from core.reading import MOST_SECONDS, Table, number, read_list, read_seconds, s
 from core.units import NS_PER_S, ns_written
 
 SHAPES = ("lognormal", "constant", "uniform")
-KINDS = (*SHAPES, "csv", "samples", "drift", "mixture")
+KINDS = (*SHAPES, "csv", "mixture", "samples", "drift")
 DRIFT_KEYS = ("every", "samples")
 SIGMA_UNIT = 1_000_000
 MOST_SIGMA = 10

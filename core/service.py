@@ -79,6 +79,7 @@ class Service:
         self._limits: dict[int, Timer] = {}
         self._give_up: dict[int, Callable[[], None]] = {}
         self._begin_without_task = getattr(backend, "begin", None)
+        self._command_delay: Callable[[str], int] = getattr(backend, "command_delay", _none)
         self._timers: dict[str, Timer] = {}
         self._seen: dict[Trigger, anyio.Event] = {}
         self._tasks: TaskGroup | None = None
@@ -236,10 +237,22 @@ class Service:
         if port is None:
             self.post(events.ActionFailed(action=action.action, reason="its client is gone"), entry)
         elif isinstance(port, Port):
-            self.post(_outcome_of(action.action, port.command(action)), entry)
+            delay = self._command_delay(action.pipeline)
+            if delay:
+                self._watch(action, action.limit)
+                clock = self.backend.clock
+                clock.call_at_ns(clock.now_ns() + delay, partial(self._hand_over, action))
+            else:
+                self.post(_outcome_of(action.action, port.command(action)), entry)
         else:
             self._watch(action, action.limit)
             port.command(action)
+
+    def _hand_over(self, action: Command) -> None:
+        """A command that took its time has arrived."""
+        port = self._ports.get(action.pipeline)
+        refusal = port.command(action) if isinstance(port, Port) else "its client is gone"
+        self.answered(action.action, refusal)
 
     def _begin(self, action: actions.Action) -> None:
         """Start an operation of the backend, and the watch over its limit."""
@@ -369,6 +382,11 @@ def _outcome_of(number: int, failure: str | None) -> Outcome:
     if failure is None:
         return events.ActionDone(action=number)
     return events.ActionFailed(action=number, reason=failure)
+
+
+def _none(pipeline: str) -> int:
+    """The delay of commands where nothing delays them."""
+    return 0
 
 
 def _closes_gate(action: actions.Action) -> bool:

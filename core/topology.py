@@ -17,6 +17,7 @@ from core.budget import check_fit as check_fit
 from core.budget import check_memory
 from core.config import Fault, Job, Scenario
 from core.errors import ConfigError, TopologyError
+from core.lengths import usual
 from core.model import ROLE_KEYS, Cluster, Overlap, PipelineSpec, Role, WorkerGroup
 from core.units import show_gib, show_s
 
@@ -240,14 +241,14 @@ def remarks(scenario: Scenario) -> list[str]:
 def _short_limits(job: Job) -> list[str]:
     """Limits below the usual duration of what they limit: the pipeline would be cut off every time."""
     costs, limits, found = job.costs, job.spec.limits, []
-    usual = {
+    usually = {
         "hold": usual(costs.onload) + usual(costs.train) + usual(costs.publish) + usual(costs.offload),
         "init": usual(costs.init),
         "wake": usual(costs.wake),
         "sync": usual(costs.sync),
         "sleep": usual(costs.sleep),
     }
-    for name, needs in usual.items():
+    for name, needs in usually.items():
         limit = getattr(limits, name)
         if limit < needs:
             found.append(f"{job.spec.id}: the {name} limit of {show_s(limit)} is below its usual {show_s(needs)}")

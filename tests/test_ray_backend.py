@@ -141,6 +141,8 @@ def test_a_run_of_its_own_can_be_reached_from_this_machine_only(alone: Alone) ->
 # --- a cluster of two nodes, shared by runs to which everything happens -----------------------------------------
 
 SIZE = {"nodes": 2, "gpus_per_node": 2}
+STEPS = 30
+"""Of the pipeline to which everything happens: many more than it does unwatched."""
 FOREVER = 100_000
 """Steps of pipelines that are ended by force."""
 
@@ -152,12 +154,13 @@ class Story:
     def __init__(self, place: Place, cluster: Cluster) -> None:
         self.place, self.cluster = place, cluster
         self.held = place.folder / "held"
+        self.held.touch()
         limits = {"sync_s": 6, "sleep_s": 6, "wake_s": 120}
         self.survivor = self._run(
             "survivor", "--verify-weights",
-            pipeline("s", 0, [0, 2], 12, limits=limits, workload={"kv_tokens": 4096, "reward": "tests.ray_world:held"}),
+            pipeline("s", 0, [0, 2], STEPS, limits=limits, workload={"kv_tokens": 4096, "reward": "tests.ray_world:held"}),
         )  # fmt: skip
-        until(lambda: place.session(), "the control plane")
+        self.until(lambda: place.session(), "the control plane")
         self.session = place.session()
         self.trainerless = self._run("trainerless", pipeline("t", 1, [1], FOREVER), pipeline("u", 3, [3], 3))
         self.driverless = self._run("driverless", pipeline("d", 3, [3], FOREVER))
@@ -165,12 +168,12 @@ class Story:
         self.weights_crossed()
         self.engine_and_weights()
         self.miss_driver()
-        self.kill_control_plane()
         self.interrupt()
+        self.kill_control_plane()
         self.hang_engine()
         self.lose_node()
         self.codes = {run.name: run.wait() for run in (self.survivor, self.trainerless)}
-        self.left = until_gone(self)
+        self.left = cluster.processes(*ACTORS)
 
     def _run(self, name: str, *given: Any) -> Run:
         options = [one for one in given if isinstance(one, str)]
@@ -184,21 +187,29 @@ class Story:
         """Items of the whole log, as the longest run wrote it."""
         return logged(self.place.folder / "survivor.jsonl", type_, **fields)
 
+    def until(self, look: Callable[[], Any], what: str) -> None:
+        """As the function; not beyond the end of the longest run."""
+
+        def look_or_fail() -> Any:
+            found = look()
+            assert found or self.survivor.process.poll() is None, f"no {what}: {self.survivor.said()}"
+            return found
+
+        until(look_or_fail, what)
+
     def steps(self, name: str) -> int:
         return len(self.place.events("StepCompleted", pipeline=name))
 
     def progress(self, name: str) -> None:
         """Wait for another step of a pipeline."""
         before = self.steps(name)
-        until(lambda: self.steps(name) > before, f"another step of {name} after {before}")
+        self.until(lambda: self.steps(name) > before, f"another step of {name} after {before}")
 
-    def hold(self) -> None:
-        """Keep the survivor in the middle of a rollout."""
+    def step_and_hold(self) -> None:
+        """Let the survivor go on for a step or a few, and keep it in the middle of the next rollout."""
+        self.held.unlink()
         self.progress("s")
         self.held.touch()
-
-    def release(self) -> None:
-        self.held.unlink()
 
     def opened(self, rank: int) -> int:
         """How often the gate of one of the survivor's engines was opened."""
@@ -207,18 +218,17 @@ class Story:
     # --- what happens -------------------------------------------------------------------------------------------
 
     def kill_trainer_and_driver(self) -> None:
-        until(lambda: self.steps("t") >= 1, "a step of the pipeline whose trainer is killed")
+        self.until(lambda: self.steps("t") >= 1, "a step of the pipeline whose trainer is killed")
         os.kill(self.place.worker("t/actor_train-0"), signal.SIGKILL)
-        until(lambda: self.steps("d") >= 1, "a step of the run whose driver is killed")
+        self.until(lambda: self.steps("d") >= 1, "a step of the run whose driver is killed")
         os.kill(self.driverless.process.pid, signal.SIGKILL)
 
     def miss_driver(self) -> None:
-        until(lambda: self.place.events("ClientLost", pipeline="d"), "the control plane to miss the driver")
-        until(lambda: not self.place.worker("d/engine-0", self.cluster.second), "the end of its workers")
+        self.until(lambda: self.place.events("ClientLost", pipeline="d"), "the control plane to miss the driver")
+        self.until(lambda: not self.place.worker("d/engine-0", self.cluster.second), "the end of its workers")
 
     def weights_crossed(self) -> None:
-        until(lambda: self.steps("s") >= 1, "the survivor's first step")
-        self.hold()
+        self.until(lambda: self.opened(0) and self.opened(1), "both engines of the survivor")
         self.copies = [sorted(file.name for file in self._weights(node).glob("v*/*.bucket")) for node in (0, 1)]
 
     def _weights(self, node: int) -> Path:
@@ -231,10 +241,9 @@ class Story:
         bucket.write_bytes(bytes([data[0] ^ 1]) + data[1:])
         before = self.opened(0)
         os.kill(self.place.worker("s/engine-0"), signal.SIGKILL)
-        until(lambda: self.damaged(), "a sync that finds the damage")
+        self.until(lambda: self.damaged(), "a sync that finds the damage")
         bucket.write_bytes(data)
-        until(lambda: self.opened(0) > before, "the engine that was killed")
-        self.release()
+        self.until(lambda: self.opened(0) > before, "the engine that was killed")
 
     def damaged(self) -> list[dict[str, Any]]:
         return [one for one in self.place.events("ActionFailed") if "is damaged" in one["reason"]]
@@ -243,35 +252,28 @@ class Story:
         planes = [pid for pid, title in marked(self.place.mark).items() if title.startswith("ray::ControlPlane")]
         assert len(planes) == 1, planes
         os.kill(planes[0], signal.SIGKILL)
-        self.progress("s")
+        self.step_and_hold()
 
     def interrupt(self) -> None:
         """Ctrl-C while the workers of a run are being started."""
         self.impatient = self._run("impatient", pipeline("i", 1, [1], 3))
-        until(lambda: self.place.worker("i/actor_train-0"), "a worker of the run that is interrupted")
+        self.until(lambda: self.place.worker("i/actor_train-0"), "a worker of the run that is interrupted")
         self.impatient.process.send_signal(signal.SIGINT)
         self.interrupted = self.impatient.wait()
         self.interrupted_left = [self.place.worker(f"i/{name}") for name in ("actor_train-0", "engine-0", "desk")]
 
     def hang_engine(self) -> None:
-        self.hold()
         before = self.opened(1)
         self.hung = self.place.worker("s/engine-1", self.cluster.second)
         os.kill(self.hung, signal.SIGSTOP)
-        self.release()
-        until(lambda: self.opened(1) > before, "the engine that hung")
-        self.hold()
+        self.step_and_hold()
+        self.until(lambda: self.opened(1) > before, "the engine that hung")
         self.replaced = self.place.worker("s/engine-1", self.cluster.second)
 
     def lose_node(self) -> None:
         self.cluster.lose_second()
-        until(lambda: self.place.events("NodeLeft", node=1), "the control plane to miss the node")
-        self.release()
-
-
-def until_gone(story: Story) -> list[str]:
-    """Actors and janitors that are left once the last run is over."""
-    return story.cluster.processes(*ACTORS)
+        self.until(lambda: self.place.events("NodeLeft", node=1), "the control plane to miss the node")
+        self.held.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +289,7 @@ def story(cache: Path) -> Iterator[Story]:
 def test_a_run_survives_the_death_of_everything_but_its_trainer(story: Story) -> None:
     assert story.codes["survivor"] == 0, story.survivor.said()
     (own,) = story.survivor.result()["pipelines"]
-    assert (own["id"], own["steps_done"], own["trajectories"], own["error"]) == ("s", 12, 12 * 8, None)
+    assert (own["id"], own["steps_done"], own["trajectories"], own["error"]) == ("s", STEPS, STEPS * 8, None)
     assert story.survivor.result()["violations"] == []
 
 

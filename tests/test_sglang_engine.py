@@ -963,8 +963,8 @@ def test_a_sleeping_engine_gives_its_memory_back_to_the_card(live):
     print(
         f"\nbytes by our pids, on all cards: awake {awake}, asleep {asleep}, again {again}; {engine.resident_bytes()}"
     )
-    resident = sum(engine.resident_bytes().values())
-    assert awake[1] - asleep[1] >= 0.9 * resident
+    sizes = engine.resident_bytes()  # of the graphs' own pool SGLang gives nothing back (seen on an H200)
+    assert awake[1] - asleep[1] >= 0.9 * (sizes["weights"] + sizes["kv_cache"])
     assert abs(again[1] - awake[1]) < 64 << 20
 
 

@@ -4,12 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from backends.ray_gpu.models import smollm2
 from backends.ray_gpu.models.folder import check_folder
 from backends.ray_gpu.models.resolve import BUILT_IN, is_hub_id
+from backends.ray_gpu.places import models
 from backends.ray_gpu.prompts import load_prompts
 from core.config import Job, Scenario
 from core.errors import ConfigError
 from core.model import Cluster, Role
+from core.workload import SMOLLM2
 
 FAULTS = ("kill_engine", "hang_engine", "kill_trainer", "hang_trainer", "kill_client", "restart_control_plane")
 """What can be done to real processes on purpose."""
@@ -46,6 +49,11 @@ def check_scenario(scenario: Scenario, transport: str) -> None:
     tried: dict[str, None] = {}
     for job in scenario.jobs:
         _check_roles(job)
+        if job.spec.in_flight_updates:
+            raise ConfigError(
+                f"pipelines.{job.spec.id}.in_flight_updates", "real engines take new weights only while they are idle",
+                "leave it out, or use --backend sim",
+            )  # fmt: skip
         _check_engines(job, scenario.cluster)
         _check_workload(job, tried)
 
@@ -78,6 +86,8 @@ def _check_workload(job: Job, tried: dict[str, None]) -> None:
     folder = Path(workload.model).expanduser()
     if workload.model not in BUILT_IN and (folder.is_dir() or not is_hub_id(workload.model)):
         check_folder(folder, f"{job.spec.id}: model {workload.model}")
+    if workload.model == SMOLLM2 and not (models() / smollm2.NAME).is_dir():
+        smollm2.check_packages()
     if workload.prompts:
         load_prompts(workload.prompts)
     if workload.reward and workload.reward not in tried:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from core.errors import ConfigError
+from core.errors import ConfigError, OperationFailed
 
 OBJECT_STORE_BYTES = 256 << 20
 """Weights and samples of small models; Ray spills beyond it. Its default is a third of the machine's memory."""
@@ -56,10 +56,14 @@ def _start() -> None:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     import ray
 
-    _init(
-        ray, address="local", num_cpus=os.cpu_count() or 1, num_gpus=0, include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-    )  # fmt: skip
+    try:
+        _init(
+            ray, address="local", num_cpus=os.cpu_count() or 1, num_gpus=0, include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )  # fmt: skip
+    except Exception as error:  # Ray raises bare ones where its daemons do not come up
+        disconnect()
+        raise OperationFailed(f"Ray could not be started on this machine: {' '.join(str(error).split())[:300]}") from error
 
 
 def _join(address: str) -> None:

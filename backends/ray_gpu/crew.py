@@ -86,15 +86,15 @@ class Crew:
             await handle.live.remote()
             why = "it ended by itself"
         except ray.exceptions.RayError as error:
-            why = " ".join(str(error).split())[:200]
+            why = first_line(error)
         if self._workers.get(name) is not handle:
             return  # ours
         del self._workers[name]
         await self._reap(name)
         if name.startswith("engine-"):
-            self._emit(events.EngineDied(pipeline=self.id, dp_rank=int(name.partition("-")[2]), reason=_why(why)))
+            self._emit(events.EngineDied(pipeline=self.id, dp_rank=int(name.partition("-")[2]), reason=why))
         else:
-            self._emit(events.TrainerFailed(pipeline=self.id, reason=f"its {name} died: {_why(why)}"))
+            self._emit(events.TrainerFailed(pipeline=self.id, reason=f"its {name} died: {why}"))
 
     async def _reap(self, name: str) -> None:
         """End what is left of a worker's process tree."""
@@ -237,7 +237,3 @@ async def _all(refs: list[Any], pipeline: str) -> None:
         await asyncio.gather(*refs)
     except ray.exceptions.RayError as error:
         raise OperationFailed(f"{pipeline} could not start: {first_line(error)}") from error
-
-
-def _why(text: str) -> str:
-    return "killed" if "SIGKILL" in text or "connection error code 2" in text else text

@@ -113,6 +113,11 @@ class SimBackend:
         """Let the loop call back when nothing but daemon entries can happen any more. To be called after `open`."""
         self._loop.on_quiescent = callback
 
+    def command_delay(self, pipeline: str) -> int:
+        """ns from a command to a pipeline's client until it is taken."""
+        crew = self._crews.get(pipeline)
+        return 0 if crew is None else crew.command_delay()
+
     # --- engines -------------------------------------------------------------------------------------------
 
     async def perform(self, action: actions.BACKEND | actions.OpenGate) -> Outcome:

@@ -21,7 +21,7 @@ from itertools import accumulate
 from statistics import NormalDist
 from struct import Struct
 
-from core.config import Durations
+from core.config import Cost, Durations
 from core.lengths import SIGMA_UNIT
 
 Sampler = Callable[[float, float], int]
@@ -50,16 +50,49 @@ class Stream:
 
 
 class Draws:
-    """Durations (ns) drawn from one distribution, one a key."""
+    """Durations (ns) drawn from one distribution, one a key. Where it drifts, the key's first number says how far."""
 
-    __slots__ = ("_pair", "_sample")
+    __slots__ = ("_drift", "_every", "_pair", "_sample")
 
     def __init__(self, durations: Durations, stream: Stream) -> None:
-        self._sample = sampler(durations)
+        self._drift = [_from_samples(samples) for samples in durations.drift]
+        self._every = durations.every
+        self._sample = self._drift[0] if self._drift else sampler(durations)
         self._pair = stream.pair
 
     def of(self, *numbers: int) -> int:
+        if self._drift:
+            sample = self._drift[min(numbers[0] // self._every, len(self._drift) - 1)]
+            return sample(*self._pair(*numbers))
         return self._sample(*self._pair(*numbers))
+
+
+class Price:
+    """What one kind of work costs one worker (ns), time after time: the n-th time is drawn by n. A constant draws
+    nothing."""
+
+    __slots__ = ("_constant", "_draws", "_first", "_fresh", "_times")
+
+    def __init__(self, cost: Cost, seed: int, *names: str) -> None:
+        self._draws: Draws | None = None
+        self._constant = self._first = self._times = 0
+        self._fresh = True
+        if isinstance(cost, int):
+            self._constant = cost
+        else:
+            self._draws = Draws(cost, Stream(seed, "cost", *names))
+            self._first = cost.first
+
+    def next(self) -> int:
+        if self._draws is None:
+            return self._constant
+        fresh, self._fresh = self._fresh, False
+        self._times += 1
+        return self._first if fresh and self._first else self._draws.of(self._times - 1)
+
+    def renew(self) -> None:
+        """Another process does the work from now on."""
+        self._fresh = True
 
 
 def sampler(durations: Durations) -> Sampler:

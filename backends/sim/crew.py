@@ -41,6 +41,7 @@ class Crew:
         self.trainers = {group.role: Trainer(world, job, group, self.cache) for group in groups}
         self._init_owner = f"{spec.id}/init"
         self._devices = world.memory.on(spec.union)
+        self._commands = world.price(job.costs.command, "command", spec.id)
         self._lengths = Draws(job.costs.trajectory, Stream(world.seed, "trajectory", spec.id))
 
     @property
@@ -57,6 +58,10 @@ class Crew:
     def length(self, attempt: Attempt) -> int:
         """ns of decoding that this trajectory takes in all, whichever attempt it is."""
         return max(1, self._lengths.of(attempt.batch, attempt.trajectory))
+
+    def command_delay(self) -> int:
+        """ns until the pipeline has taken its next command."""
+        return self._commands.next()
 
     def phase(self, role: Role, name: Phase, epoch: int, version: int) -> simpy.Process | str:
         """The phase as an operation to wait for, or why it cannot be."""
@@ -88,7 +93,7 @@ class Crew:
         peak = self.job.spec.memory.init_peak
         try:
             memory.take(self._init_owner, self._devices, ((Kind.INIT, peak),))
-            yield from actor.work(self.job.costs.init)
+            yield from actor.work(actor.cost("init"))
             self._settle()
         except OutOfMemory as error:
             actor.fall(str(error))

@@ -38,6 +38,7 @@ NS_PER_TOKEN = 20_000_000
 GRAPHS_SHARE = 32
 """One part in this many of an awake engine is graphs; the scenario declares the sum only."""
 
+PHASES = ("wake", "restart", "sync", "sleep", "gate", "warmup")
 AWAKE = (Kind.WEIGHTS, Kind.KV_CACHE, Kind.GRAPHS)
 
 Outcome = str | None
@@ -88,10 +89,9 @@ _FINISH = (Finish.ring,)
 class Engine(Worker):
     def __init__(self, world: World, job: Job, dp_rank: int, cache: WeightCache) -> None:
         infer = job.spec.infer
-        super().__init__(world, f"{job.spec.id}/{dp_rank}", infer.bundle(dp_rank), job.spec.limits.release)
+        super().__init__(world, f"{job.spec.id}/{dp_rank}", infer.bundle(dp_rank), job, PHASES)
         self.pipeline = job.spec.id
         self.dp_rank = dp_rank
-        self.costs = job.costs
         self.cache = cache
         self.links = world.links_of(self.gpus)
         self.slots = job.costs.engine_slots
@@ -106,6 +106,11 @@ class Engine(Worker):
         self.waiting: dict[Request, None] = {}
         self._decoding = False
         self._drained: simpy.Event | None = None
+        self._warms_up = job.costs.warmup != 0
+        self._slow_gate = job.costs.gate != 0
+        self._warm = not self._warms_up
+        self._warm_at = 0
+        """From when on its process has all its kernels; nothing decodes before."""
         self._busy = EngineBusy(pipeline=self.pipeline, dp_rank=dp_rank)
         self._idle = EngineIdle(pipeline=self.pipeline, dp_rank=dp_rank)
 
@@ -165,11 +170,15 @@ class Engine(Worker):
 
     def _decode(self, request: Request) -> None:
         env = self.env
-        now: int = env._now  # type: ignore[assignment]
-        request.since = now
+        since: int = env._now  # type: ignore[assignment]
+        if not self._warm:
+            self._warm, self._warm_at = True, since + self.cost("warmup")
+        if since < self._warm_at:
+            since = self._warm_at
+        request.since = since
         request.finish = Finish(request)
         left = request.left
-        env.push(request.finish, now + (left if self.slowness == 1.0 else int(left * self.slowness)))
+        env.push(request.finish, since + (left if self.slowness == 1.0 else int(left * self.slowness)))
 
     def _stop_decoding(self, request: Request) -> None:
         """Take its end off the calendar and note how far it came."""
@@ -180,7 +189,7 @@ class Engine(Worker):
         elapsed: int = self.env._now - request.since  # type: ignore[assignment]
         if self.slowness != 1.0:
             elapsed = int(elapsed / self.slowness)
-        elapsed = min(elapsed, request.left)  # a fraction may have been rounded up
+        elapsed = min(max(0, elapsed), request.left)  # it may not have begun; a fraction may have been rounded up
         request.left -= elapsed
         request.done += elapsed
 
@@ -238,7 +247,7 @@ class Engine(Worker):
         """Carry out an order: an operation to wait for, or the outcome at once."""
         if isinstance(action, actions.KillEngine):
             return self._kill(action)
-        if isinstance(action, actions.OpenGate) and not self.occupied:
+        if isinstance(action, actions.OpenGate) and not (self.occupied or self._slow_gate):
             return self.stale(action.epoch) or self._open_gate(action)
         return self.start(lambda: self._carry_out(action))
 
@@ -255,6 +264,7 @@ class Engine(Worker):
         if isinstance(action, actions.SleepEngine):
             return (yield from self._sleep(action))
         assert isinstance(action, actions.OpenGate)
+        yield from self.work(self.cost("gate"))
         return self._open_gate(action)
 
     def _kill(self, action: actions.KillEngine) -> Outcome:
@@ -275,7 +285,7 @@ class Engine(Worker):
         if failed:
             return failed
         self.alive = True
-        yield from self.work(self.costs.restart if cold else self.costs.wake)
+        yield from self.work(self.cost("restart" if cold else "wake"))
         self.awake = True
         return None
 
@@ -313,7 +323,7 @@ class Engine(Worker):
             return failed
         try:
             size = self.cache.size // len(self.links)
-            yield from transfer(self.links, size, self.costs.sync, self.work)
+            yield from transfer(self.links, size, self.cost("sync"), self.work)
         finally:
             self.world.memory.drop(self.owner, self.devices, Kind.BUFFER, quiet=True)
         if self.world.armed.take("fail_sync", self.pipeline, self.dp_rank):
@@ -330,7 +340,7 @@ class Engine(Worker):
         if not self.awake:
             return None
         yield from self._close(action.emptying, action.drain)
-        yield from self.work(self.costs.sleep)
+        yield from self.work(self.cost("sleep"))
         self.awake = False
         self.version = -1
         armed = self.world.armed
@@ -379,6 +389,7 @@ class Engine(Worker):
     def die(self, reason: str) -> None:
         self.gate = self.awake = self.frozen = False
         self.version = -1
+        self._warm, self._warm_at = not self._warms_up, 0
         self._lose_all(f"engine {self.owner} died: {reason}")
         super().die(reason)
 

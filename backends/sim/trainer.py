@@ -24,6 +24,7 @@ from core.errors import OutOfMemory
 from core.events import TrainerFailed
 from core.model import Role, WorkerGroup
 
+PHASES = ("init", "onload", "train", "critic_train", "log_probs", "publish", "offload")
 ONLOADED = (Kind.WEIGHTS, Kind.OPTIMIZER)
 
 Outcome = str | None
@@ -31,10 +32,9 @@ Outcome = str | None
 
 class Trainer(Worker):
     def __init__(self, world: World, job: Job, group: WorkerGroup, cache: WeightCache) -> None:
-        super().__init__(world, f"{job.spec.id}/{group.role.value}", group.gpus, job.spec.limits.release)
+        super().__init__(world, f"{job.spec.id}/{group.role.value}", group.gpus, job, PHASES)
         self.pipeline = job.spec.id
         self.role = group.role
-        self.costs = job.costs
         self.cache = cache
         self.cache_links = world.links_of(job.spec.union)
         self.parts = _parts(job, group.tp)
@@ -62,20 +62,20 @@ class Trainer(Worker):
         failed = self.take(self.parts)
         if failed:
             return failed
-        yield from self.work(self.costs.onload)
+        yield from self.work(self.cost("onload"))
         self.onloaded = True
         return None
 
     def _compute(self, name: Phase) -> Generator[simpy.Event, Any, Outcome]:
         if not self.onloaded:
             return f"{self.owner} is offloaded and cannot run {name}"
-        yield from self.work(self._duration(name))
+        yield from self.work(self.cost(self._cost_of(name)))
         return None
 
-    def _duration(self, name: Phase) -> int:
+    def _cost_of(self, name: Phase) -> str:
         if name != "train":
-            return self.costs.log_probs
-        return self.costs.critic_train if self.role is Role.CRITIC else self.costs.train
+            return "log_probs"
+        return "critic_train" if self.role is Role.CRITIC else "train"
 
     def _publish(self, version: int) -> Generator[simpy.Event, Any, Outcome]:
         try:
@@ -85,7 +85,7 @@ class Trainer(Worker):
             return str(error)
         done = False
         try:
-            yield from transfer(self.cache_links, self.cache.size, self.costs.publish, self.work)
+            yield from transfer(self.cache_links, self.cache.size, self.cost("publish"), self.work)
             done = True
         finally:
             if not done:
@@ -96,7 +96,7 @@ class Trainer(Worker):
     def _offload(self) -> Generator[simpy.Event, Any, Outcome]:
         if not self.onloaded:
             return None
-        yield from self.work(self.costs.offload)
+        yield from self.work(self.cost("offload"))
         self.onloaded = False
         armed = self.world.armed
         leak = armed.take("leak_residue", self.pipeline)

@@ -10,7 +10,7 @@ Rules of this room:
 4. A worker refuses older epochs than the last one it obeyed.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import simpy
@@ -18,6 +18,7 @@ import simpy
 from backends.sim.link import Steps
 from backends.sim.memory import Kind, Parts
 from backends.sim.world import World
+from core.config import Job
 from core.errors import OutOfMemory
 
 Operation = Callable[[], Generator[simpy.Event, Any, str | None]]
@@ -26,7 +27,8 @@ _HANG = "hang"
 
 
 class Worker:
-    def __init__(self, world: World, owner: str, gpus: tuple[int, ...], release_limit: int) -> None:
+    def __init__(self, world: World, owner: str, gpus: tuple[int, ...], job: Job, phases: Iterable[str]) -> None:
+        """`phases`: which of the job's costs it is that pays them."""
         self.world = world
         self.env = world.env
         self.owner = owner
@@ -41,8 +43,9 @@ class Worker:
         """Of the last order it obeyed."""
         self.why_dead = "it was never started"
         self._queue: list[simpy.Process] = []  # the first has its turn
-        self._lags = world.lags_of(owner)
-        self._lag_max = release_limit // 2
+        self._prices = {name: world.price(getattr(job.costs, name), name, owner) for name in phases}
+        self._lags = world.lags_of(owner, job.costs.release)
+        self._lag_max = job.spec.limits.release // 2
         self._releases = 0
 
     # --- operations ----------------------------------------------------------------------------------------
@@ -92,6 +95,10 @@ class Worker:
         finally:
             self.env.cancel(alarm)
 
+    def cost(self, phase: str) -> int:
+        """What doing it once more takes (ns)."""
+        return self._prices[phase].next()
+
     def stale(self, epoch: int) -> str | None:
         """Why an order of this epoch is refused; else it counts as obeyed from now on."""
         if epoch < self.epoch:
@@ -132,6 +139,8 @@ class Worker:
         self.why_dead = reason
         self.alive = self.hung = False
         self.slowness = 1.0
+        for price in self._prices.values():
+            price.renew()
         self._interrupt(f"{self.owner} died: {reason}")
         self.world.memory.vacate(self.owner, self.devices, self.lag())
 

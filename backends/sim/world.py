@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from backends.sim.calendar import SimEnv
-from backends.sim.chance import Draws, Stream
+from backends.sim.chance import Draws, Price, Stream
 from backends.sim.faults import Armed
 from backends.sim.link import PINNED_COPY_PER_GPU, TRANSFER_BUCKET, Link
 from backends.sim.memory import Device, Memory
 from core.backend import Timer
-from core.config import Durations, Scenario
+from core.config import Cost, Durations, Scenario
 from core.events import AnyEvent
 from core.model import Record
 from core.units import NS_PER_S
@@ -66,5 +66,12 @@ class World:
     def hosts_of(self, gpus: tuple[int, ...]) -> tuple[Device, ...]:
         return tuple(self.memory.hosts[node] for node in self.nodes_of(gpus))
 
-    def lags_of(self, owner: str) -> Draws:
-        return Draws(self.options.release_lag, Stream(self.seed, "release", owner))
+    def lags_of(self, owner: str, declared: Cost | None) -> Draws:
+        """Lags of a worker's releases: as its pipeline declares them, else the usual ones."""
+        if isinstance(declared, int):
+            declared = Durations(parts=((1.0, "constant", declared, 0),))
+        return Draws(declared or self.options.release_lag, Stream(self.seed, "release", owner))
+
+    def price(self, cost: Cost, what: str, owner: str) -> Price:
+        """What `owner` pays for one kind of work."""
+        return Price(cost, self.seed, what, owner)

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tests.mutants", description="faults put in on purpose, and found")
     made.add_argument("names", metavar="NAME", nargs="*", help="mutants; left out: all, after the unchanged packages")
     made.add_argument("--by", type=_detectors, default=DETECTORS, metavar="LIST", help=", ".join(DETECTORS))
-    made.add_argument("--json", type=Path, metavar="FILE", help="results, kept as they come; what is there is not redone")
+    made.add_argument("--json", type=Path, metavar="FILE", help="results as they come; what is there is kept")
     made.add_argument("--table", type=Path, metavar="FILE", help="the page docs/mutants.md")
     made.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"of the explorer ({SEEDS})")
     made.add_argument("--time", type=float, metavar="S", help="begin no other mutant after so many seconds")
@@ -74,8 +74,8 @@ def _run(mutant: Mutant | None, options: argparse.Namespace, results: Results) -
         for detector in todo:
             results.put(mutant, detector, detect(tree, mutant, detector, options.seeds))
     row = results.of(mutant)
-    said = "; ".join(f"{name}: {cell(name, row.get(name))} ({row[name].cpu_s:.0f} s)" for name in DETECTORS if name in row)
-    print(f"{mutant.name if mutant else BASELINE}: {said}", flush=True)
+    said = [f"{name}: {cell(name, row[name])} ({row[name].cpu_s:.0f} s)" for name in DETECTORS if name in row]
+    print(f"{mutant.name if mutant else BASELINE}: {'; '.join(said)}", flush=True)
 
 
 if __name__ == "__main__":

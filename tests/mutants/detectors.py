@@ -23,6 +23,8 @@ class Found(NamedTuple):
     found: bool
     how: str = ""
     """The first test that failed, the rules that broke, the verdict."""
+    why: str = ""
+    """What it said, in one line; kept in the results only."""
     hits: int = 0
     seeds: int = 0
     """Explorer: in how many seeds of how many."""

@@ -1,4 +1,4 @@
-"""What came of it: kept in a file after every detector, so that a run can be stopped and gone on with; and as a table."""
+"""What came of it: kept in a file after every detector, so that a run can be stopped and taken up; and as a page."""
 
 import hashlib
 import json

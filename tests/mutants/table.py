@@ -1,4 +1,4 @@
-'''The mutants. Old texts are short and in their file exactly once; where they lie is checked by `tests/test_mutants.py`.
+'''The mutants. Each old text is in its file exactly once; `tests/test_mutants.py` makes sure of that.
 
 To add one: the file, a text that is there once, what takes its place, and the guarantee that goes with it. Then
 `python -m tests.mutants NAME`. One that nobody finds is a hole to close, or is no fault at all.

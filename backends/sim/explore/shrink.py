@@ -18,6 +18,7 @@ from backends.sim.explore.case import Case, Finding, Guest, Schedule
 from backends.sim.explore.judge import judge
 from core.config import Durations, Fault, Job, Scenario
 from core.errors import ConfigError
+from core.lengths import most
 from core.model import Limits, MemoryNeeds, PipelineSpec, Role, WorkerGroup
 from core.topology import check_world
 from core.units import NS_PER_S
@@ -25,6 +26,8 @@ from core.units import NS_PER_S
 RUNS_MOST = 300
 ENTRIES_MOST = 1_000_000
 LIMIT_LEAST = 5 * NS_PER_S
+LATENCIES = {"warmup": 0, "gate": 0, "command": 0, "release": None}
+"""Costs that a world can do without."""
 
 T = TypeVar("T")
 set_ = msgspec.structs.replace
@@ -268,13 +271,13 @@ def _constant(nanos: int) -> Durations:
 
 
 def _simpler_costs(job: Job) -> Iterator[Job]:
-    names = [name for name in job.costs.__struct_fields__ if name not in ("engine_slots", "trajectory")]
-    second = dict.fromkeys(names, NS_PER_S)
+    names = [name for name in job.costs.__struct_fields__ if name not in ("engine_slots", "trajectory", *LATENCIES)]
+    second = dict.fromkeys(names, NS_PER_S) | LATENCIES
     yield set_(job, costs=set_(job.costs, **second, trajectory=_constant(NS_PER_S)))
     for nanos in (NS_PER_S, 10 * NS_PER_S):
         yield set_(job, costs=set_(job.costs, trajectory=_constant(nanos)))
     yield set_(job, costs=set_(job.costs, **second))
-    whole = {name: -(-getattr(job.costs, name) // NS_PER_S) * NS_PER_S for name in names}
+    whole = {name: -(-most(getattr(job.costs, name)) // NS_PER_S) * NS_PER_S for name in names}
     yield set_(job, costs=set_(job.costs, **whole))
 
 

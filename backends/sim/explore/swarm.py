@@ -15,8 +15,11 @@ import msgspec
 from backends.sim.explore.case import Case
 from backends.sim.explore.chance import Chance
 from core.config import Fault, Job, Scenario
-from core.lengths import quantile
+from core.lengths import quantile, usual
 from core.units import NS_PER_S, gib
+
+PHASES = ("onload", "train", "publish", "offload", "wake", "sync", "sleep")
+"""Of one step."""
 
 QUIET = 0.1
 """How many runs have no fault at all."""
@@ -36,9 +39,9 @@ def horizon(scenario: Scenario) -> int:
 
 def _alone(job: Job) -> int:
     costs = job.costs
-    step = costs.onload + costs.train + costs.publish + costs.offload + costs.wake + costs.sync + costs.sleep
+    step = sum(usual(getattr(costs, phase)) for phase in PHASES)
     rounds = -(-job.target // (costs.engine_slots * job.spec.infer.size))
-    return job.start_at + costs.init + job.steps * (step + rounds * quantile(costs.trajectory, 0.5))
+    return job.start_at + usual(costs.init) + job.steps * (step + rounds * quantile(costs.trajectory, 0.5))
 
 
 def afflict(case: Case, seed: int, classes: Iterable[str]) -> Case:
