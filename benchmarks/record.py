@@ -180,8 +180,9 @@ def _show_switches(kind: str, found: list[Parts]) -> None:
     print(f"\n{kind}: {len(found)} switches" + (", ms" if found else ""))
     if not found:
         return
-    for name in found[0]:
-        _line(name, [parts[name] for parts in found], MS)
+    # A switch lacks what did not happen in it: an engine that died was not put to sleep.
+    for name in dict.fromkeys(name for parts in found for name in parts):
+        _line(name, [parts[name] for parts in found if name in parts], MS)
     _line("in all", [sum(parts.values()) for parts in found], MS)
 
 

@@ -57,7 +57,7 @@ class Costs(Record, frozen=True, kw_only=True):
     engine_slots: int = 16
     trajectory: Durations
     warmup: Cost = 0
-    """What the first request of an engine's process waits beside: kernels are compiled for it."""
+    """What the first requests of a pipeline wait beside, on each engine that begins before kernels are compiled."""
     gate: Cost = 0
     """From the order to open an engine's gate until its pipeline has heard of it."""
     command: Cost = 0

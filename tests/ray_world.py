@@ -201,6 +201,7 @@ class Cluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
             "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_raylet_start_wait_time_s": "120",
         }
 
     def start(self, nodes: int) -> "Cluster":
@@ -263,6 +264,10 @@ def _environment(pid: int) -> dict[str, str]:
 # --- scenarios -----------------------------------------------------------------------------------------------------
 
 
+SMALL = {"kv_tokens": 4096}
+"""A workload that needs little memory."""
+
+
 def pipeline(name: str, train: int, infer: list[int], steps: int, **given: Any) -> dict[str, Any]:
     """A small one, as in a scenario file; `given` is added to it."""
     return {
@@ -272,7 +277,7 @@ def pipeline(name: str, train: int, infer: list[int], steps: int, **given: Any) 
         "steps": steps,
         "batch": {"prompts": 2, "samples_per_prompt": 4},
         "memory": {"train_gib": 0.2, "engine_gib": 0.2, "residue_gib": 0.01, "host_cache_gib": 0.01},
-        "workload": {"kv_tokens": 4096},
+        "workload": SMALL,
     } | given
 
 

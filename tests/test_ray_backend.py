@@ -19,6 +19,7 @@ from ray_world import (
     ACTORS,
     LOOPBACK,
     ROOT,
+    SMALL,
     Cluster,
     Place,
     Run,
@@ -158,7 +159,7 @@ class Story:
         limits = {"sync_s": 6, "sleep_s": 6, "wake_s": 120}
         self.survivor = self._run(
             "survivor", "--verify-weights",
-            pipeline("s", 0, [0, 2], STEPS, limits=limits, workload={"kv_tokens": 4096, "reward": "tests.ray_world:held"}),
+            pipeline("s", 0, [0, 2], STEPS, limits=limits, workload=SMALL | {"reward": "tests.ray_world:held"}),
         )  # fmt: skip
         self.until(lambda: place.session(), "the control plane")
         self.session = place.session()
@@ -357,7 +358,7 @@ UNKNOWN_MODEL = {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}
 def refused(folder: Path, *options: str, **given: Any) -> list[str]:
     """Arguments of a run of one pipeline on one GPU, in which `given` is wrong."""
     workload = given.pop("workload", {})
-    own = pipeline("p", 0, [0], 1, workload={"kv_tokens": 4096} | workload, **given)
+    own = pipeline("p", 0, [0], 1, workload=SMALL | workload, **given)
     file = scenario(folder, "refused", {"gpus_per_node": 1, "gpu_memory_gib": 0.5}, own)
     return [file, *REAL, "--output", str(folder / "out"), *options]
 

@@ -24,6 +24,8 @@ QUIET = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Its 30 s are not enough on a machine where many processes start at once.
+    "RAY_raylet_start_wait_time_s": "120",
     # Memory is accounted by the scheduler; a monitor that kills the largest process would only hide who took it.
     "RAY_memory_monitor_refresh_ms": "0",
 }
@@ -63,7 +65,8 @@ def _start() -> None:
         )  # fmt: skip
     except Exception as error:  # Ray raises bare ones where its daemons do not come up
         disconnect()
-        raise OperationFailed(f"Ray could not be started on this machine: {' '.join(str(error).split())[:300]}") from error
+        why = " ".join(str(error).split())[:300]
+        raise OperationFailed(f"Ray could not be started on this machine: {why}") from error
 
 
 def _join(address: str) -> None:

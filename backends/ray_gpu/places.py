@@ -28,8 +28,8 @@ class Places(NamedTuple):
 
     @property
     def memory(self) -> Path:
-        """In shared memory where the system has it; elsewhere weights are files on disk. TURNSTILE_SHARED_MEMORY, in the
-        environment of a node's Ray, names another folder for that node."""
+        """In shared memory where the system has it; elsewhere weights are files on disk. TURNSTILE_SHARED_MEMORY in the
+        environment of a node's Ray names another folder for that node."""
         base = Path(os.environ.get("TURNSTILE_SHARED_MEMORY") or SHARED_MEMORY)
         return (base if base.is_dir() else Path(tempfile.gettempdir())) / f"turnstile-{self.session}"
 

@@ -15,7 +15,7 @@ from typing import Any
 import simpy
 
 from backends.sim.chance import Draws, Stream
-from backends.sim.engine import Engine
+from backends.sim.engine import Engine, Kernels
 from backends.sim.link import WeightCache
 from backends.sim.memory import Kind, Parts
 from backends.sim.trainer import Trainer
@@ -36,7 +36,8 @@ class Crew:
         self.job = job
         self.started = False
         self.cache = WeightCache(world.memory, spec.id, world.hosts_of(spec.union), spec.memory.host_cache)
-        self.engines = tuple(Engine(world, job, rank, self.cache) for rank in range(spec.infer.size))
+        kernels = Kernels()
+        self.engines = tuple(Engine(world, job, rank, self.cache, kernels) for rank in range(spec.infer.size))
         groups = [group for group in spec.groups if group.gpus and group.role is not Role.ACTOR_INFER]
         self.trainers = {group.role: Trainer(world, job, group, self.cache) for group in groups}
         self._init_owner = f"{spec.id}/init"

@@ -86,8 +86,16 @@ class Finish:
 _FINISH = (Finish.ring,)
 
 
+class Kernels:
+    """The compiled kernels of one pipeline's engines, in a cache that their processes share."""
+
+    def __init__(self) -> None:
+        self.there_from: int | None = None
+        """When the first process has compiled them; None: nobody has begun."""
+
+
 class Engine(Worker):
-    def __init__(self, world: World, job: Job, dp_rank: int, cache: WeightCache) -> None:
+    def __init__(self, world: World, job: Job, dp_rank: int, cache: WeightCache, kernels: Kernels) -> None:
         infer = job.spec.infer
         super().__init__(world, f"{job.spec.id}/{dp_rank}", infer.bundle(dp_rank), job, PHASES)
         self.pipeline = job.spec.id
@@ -106,11 +114,11 @@ class Engine(Worker):
         self.waiting: dict[Request, None] = {}
         self._decoding = False
         self._drained: simpy.Event | None = None
-        self._warms_up = job.costs.warmup != 0
         self._slow_gate = job.costs.gate != 0
-        self._warm = not self._warms_up
+        self._kernels = kernels
+        self._warm = job.costs.warmup == 0
         self._warm_at = 0
-        """From when on its process has all its kernels; nothing decodes before."""
+        """From when on its process has all kernels; nothing decodes before."""
         self._busy = EngineBusy(pipeline=self.pipeline, dp_rank=dp_rank)
         self._idle = EngineIdle(pipeline=self.pipeline, dp_rank=dp_rank)
 
@@ -172,13 +180,20 @@ class Engine(Worker):
         env = self.env
         since: int = env._now  # type: ignore[assignment]
         if not self._warm:
-            self._warm, self._warm_at = True, since + self.cost("warmup")
+            self._warm_up(since)
         if since < self._warm_at:
             since = self._warm_at
         request.since = since
         request.finish = Finish(request)
         left = request.left
         env.push(request.finish, since + (left if self.slowness == 1.0 else int(left * self.slowness)))
+
+    def _warm_up(self, now: int) -> None:
+        """Its process decodes for the first time: it compiles what it does not find compiled."""
+        self._warm, found = True, self._kernels.there_from
+        if found is None or now < found:
+            self._warm_at = now + self.cost("warmup")
+            self._kernels.there_from = self._warm_at if found is None else min(found, self._warm_at)
 
     def _stop_decoding(self, request: Request) -> None:
         """Take its end off the calendar and note how far it came."""
@@ -389,7 +404,6 @@ class Engine(Worker):
     def die(self, reason: str) -> None:
         self.gate = self.awake = self.frozen = False
         self.version = -1
-        self._warm, self._warm_at = not self._warms_up, 0
         self._lose_all(f"engine {self.owner} died: {reason}")
         super().die(reason)
 

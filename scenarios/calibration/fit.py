@@ -3,7 +3,7 @@
 In this order, the first that holds:
 
 1. The first of each process is set apart if it always took more than `FIRST` times the most of the others.
-2. Fewer than `FEW` observations, or all within `EQUAL` of their mean: a constant, their mean.
+2. All within `EQUAL` of each other: a constant, their mean.
 3. What was observed early and late differs: stretches of the run explain more than `DRIFTS` of the variance of the
    logarithms, corrected for what chance explains. Then samples that change with the run. Stretches are a batch for
    trajectories, so that what a batch has in common stays together; `STRETCH` times for phases.
@@ -14,7 +14,7 @@ In this order, the first that holds:
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist, fmean, pstdev, stdev
+from statistics import NormalDist, fmean, stdev
 
 import msgspec
 
@@ -23,7 +23,7 @@ from core.lengths import SIGMA_UNIT
 from scenarios.calibration.measure import Observation
 
 FIRST = 1.5
-FEW = 3
+OTHERS_LEAST = 3
 EQUAL = 0.02
 DRIFTS = 0.2
 DRIFT_LEAST = 20
@@ -85,7 +85,7 @@ def _apart(seen: Sequence[Observation]) -> tuple[list[int], Sequence[Observation
     """The first of each process, if they are another matter, and the rest."""
     first = [one.took for one in seen if one.first]
     rest = [one for one in seen if not one.first]
-    if len(rest) >= FEW and min(first) > FIRST * max(one.took for one in rest):
+    if len(rest) >= OTHERS_LEAST and min(first) > FIRST * max(one.took for one in rest):
         return first, rest
     return [], seen
 
@@ -93,7 +93,7 @@ def _apart(seen: Sequence[Observation]) -> tuple[list[int], Sequence[Observation
 def _fit(seen: Sequence[Observation], stretch: int) -> Cost:
     took = [one.took for one in seen]
     middle = fmean(took)
-    if len(took) < FEW or max(took) - min(took) <= EQUAL * middle:
+    if max(took) - min(took) <= EQUAL * middle:
         return _us(middle)
     lists = _stretches(seen, stretch)
     if len(took) >= DRIFT_LEAST and _explained(lists) > DRIFTS:
@@ -165,9 +165,3 @@ def _thinned(took: Sequence[int], most: int) -> tuple[int, ...]:
 def _us(nanos: float) -> int:
     """Whole microseconds: what a scenario file can say and read again exactly."""
     return round(nanos / US) * US
-
-
-def spread(took: Sequence[int]) -> float:
-    """Standard deviation over the mean."""
-    middle = fmean(took)
-    return pstdev(took) / middle if middle else 0.0

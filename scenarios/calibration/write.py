@@ -12,12 +12,11 @@ import yaml
 from core.config import Cost, Durations, Expect, Fault, Job, Scenario, Trigger
 from core.lengths import SIGMA_UNIT
 from core.model import ROLE_KEYS, MemoryNeeds, PipelineSpec
-from core.scenario_file import LATENCY_KEYS, parse_scenario
+from core.scenario_file import LATENCY_KEYS
 from core.units import BYTES_PER_GIB, NS_PER_S
 from core.workload import MIB, Workload
 
 Plain = dict[str, Any]
-_SECONDS = {"reward_limit": "reward_limit_s"}
 
 
 def to_yaml(scenario: Scenario, comment: str = "") -> str:
@@ -25,11 +24,6 @@ def to_yaml(scenario: Scenario, comment: str = "") -> str:
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     body = yaml.dump(plain(scenario), Dumper=_Dumper, sort_keys=False, width=118, allow_unicode=True)
     return f"{head}\n{body}" if head else body
-
-
-def same(text: str, where: str) -> Scenario:
-    """What a text reads back as; for those who wrote it and want to be sure."""
-    return parse_scenario(text, where)
 
 
 class _Dumper(yaml.SafeDumper):

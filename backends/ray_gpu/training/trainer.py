@@ -11,6 +11,7 @@ The environment is the caller's: CUDA_VISIBLE_DEVICES must name one GPU, and wha
 this module is imported.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -63,6 +64,9 @@ class Trainer:
         self._schedule = Schedule(self.place)
         self._built = True
         self._survey()
+        # Every offload collects garbage, and going through all that the libraries imported would be most of its time.
+        gc.collect()
+        gc.freeze()
 
     def onload(self) -> None:
         """Parameters, gradients and optimizer state (and the reference) back on the device."""

@@ -1,0 +1,154 @@
+"""The simulator, fitted to real runs: `python -m scenarios.calibrate LOG [LOG ...] -o costs.yaml`.
+
+What was written is a scenario like any other: `python -m scenarios.run costs.yaml`. With `--compare LOG` the world of
+that log is simulated with these costs and set beside what was recorded; with `--costs costs.yaml --compare LOG`, those
+of an earlier fit, so that a prediction can be older than the run.
+
+Exit 0: written, and whatever was compared is within its bounds; 1: something is not; 2: bad input.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.config import Cost, Job, Scenario
+from core.errors import ConfigError
+from core.scenario_file import load_scenario
+from core.trace import read_log
+from core.units import show_gib, show_s
+from scenarios.calibration.compare import RUNS, Line, compare, figures, simulated
+from scenarios.calibration.fit import mean
+from scenarios.calibration.measure import measure
+from scenarios.calibration.world import LATENCIES, PHASES, SOMETIMES, calibrated, with_costs
+from scenarios.calibration.write import to_yaml
+from scenarios.common import guarded
+from scenarios.outcome import FAILED, OK
+from scenarios.parsing import Parser, whole
+
+MOST_RUNS = 1_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = Parser(prog="python -m scenarios.calibrate", description="fit the simulator's costs to logs of real runs")
+    made.add_argument("logs", metavar="LOG", nargs="*", help="files that --trace wrote, of the same pipelines")
+    made.add_argument("-o", "--output", metavar="FILE.yaml", help="where the fitted scenario goes")
+    made.add_argument("--costs", metavar="FILE.yaml", help="instead of logs: a scenario whose costs are taken")
+    made.add_argument("--compare", metavar="LOG", help="simulate this log's world with these costs, and compare")
+    made.add_argument(
+        "--runs", type=whole(1, MOST_RUNS), default=RUNS, metavar="N", help=f"simulated runs to compare ({RUNS})"
+    )
+    options = made.parse_args(argv)
+    if bool(options.logs) == bool(options.costs):
+        made.error("name the logs to fit, or a scenario with --costs")
+    if options.output is None and options.compare is None:
+        made.error("say where the fit goes (-o FILE.yaml) or what to set beside it (--compare LOG)")
+    if options.output is not None and options.costs is not None:
+        made.error("--costs names what is fitted already, so there is nothing to write")
+    return guarded(lambda: _calibrate(options))
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    if options.costs is not None:
+        fitted = load_scenario(Path(options.costs))
+    else:
+        fitted, remarks = _fitted(options.logs)
+        for job in fitted.jobs:
+            _show(job)
+        for remark in remarks:
+            print(f"note: {remark}")
+        if options.output is not None:
+            _write(options.output, fitted, remarks)
+    return OK if options.compare is None else _compare(fitted, options.compare, options.runs)
+
+
+# --- fitting ----------------------------------------------------------------------------------------------
+
+
+def _fitted(paths: Sequence[str]) -> tuple[Scenario, list[str]]:
+    logs = [read_log(path) for path in paths]
+    first = logs[0][0].config
+    names = [job.spec.id for job in first.jobs]
+    for path, (header, _) in zip(paths, logs, strict=True):
+        other = [job.spec.id for job in header.config.jobs]
+        if other != names:
+            problem = f"it has the pipelines {', '.join(other)}, and {paths[0]} has {', '.join(names)}"
+            raise ConfigError(path, problem, "fit logs of the same pipelines together")
+    measured = measure(logs)
+    for name in names:
+        if name not in measured:
+            raise ConfigError(paths[0], f"{name} never began", "record a run in which every pipeline takes part")
+    fitted, remarks = calibrated(first, measured)
+    remarks += [f"{path}: {log.truncated}" for path, (_, log) in zip(paths, logs, strict=True) if log.truncated]
+    return fitted, remarks
+
+
+def _write(where: str, fitted: Scenario, remarks: Sequence[str]) -> None:
+    comment = "\n".join(["Fitted to recorded runs by python -m scenarios.calibrate.", *remarks])
+    try:
+        Path(where).write_text(to_yaml(fitted, comment), encoding="utf-8")
+    except OSError as failed:
+        raise ConfigError(f"-o {where}", f"cannot be written: {failed.strerror}") from None
+
+
+def _show(job: Job) -> None:
+    memory = job.spec.memory
+    held = ", ".join(f"{name} {show_gib(getattr(memory, name))}" for name in ("train", "engine", "residue"))
+    print(f"{job.spec.id}: starts at {show_s(job.start_at)}; on a GPU: {held}")
+    for name in (*PHASES, *SOMETIMES, "trajectory", *LATENCIES):
+        cost = getattr(job.costs, name)
+        if cost:
+            print(f"  {name:<12} mean {mean(cost) / 1e9:9.4f} s   {_kind(cost)}")
+
+
+def _kind(cost: Cost) -> str:
+    """The shape that was chosen, in words."""
+    if isinstance(cost, int):
+        return "constant"
+    first = f", the first of a process {show_s(cost.first)}" if cost.first else ""
+    if cost.drift:
+        return f"samples that drift, {len(cost.drift)} lists of {cost.every}{first}"
+    if cost.samples:
+        return f"{len(cost.samples)} samples{first}"
+    kind, a, b = cost.parts[0][1:]
+    shape = f"lognormal, median {show_s(a)}, sigma {b / 1e6:.3f}" if kind == "lognormal" else kind
+    return f"{shape}{first}"
+
+
+# --- comparing --------------------------------------------------------------------------------------------
+
+
+def _compare(fitted: Scenario, path: str, runs: int) -> int:
+    header, entries = read_log(path)
+    recorded = figures(header, entries)
+    known = {job.spec.id for job in fitted.jobs}
+    strange = [job.spec.id for job in header.config.jobs if job.spec.id not in known]
+    if strange:
+        raise ConfigError(path, f"nothing is known of {', '.join(strange)}", "fit a log that has the same pipelines")
+    found = simulated(with_costs(header.config, fitted), runs)
+    lines = list(compare(recorded, found))
+    print(f"\n{path}: recorded, and the mean of {len(found)} simulated runs (± their standard deviation)")
+    _show_ends(recorded.outcome, recorded.steps, [(run.outcome, run.steps) for run in found])
+    for line in lines:
+        _show_line(line)
+    missed = [line.name for line in lines if not line.ok]
+    judged = sum(line.within is not None for line in lines)
+    print(f"{len(missed)} of {judged} are not within their bounds: {'; '.join(missed) or '-'}")
+    return FAILED if missed else OK
+
+
+def _show_ends(outcome: str, steps: dict[str, int], runs: Sequence[tuple[str, dict[str, int]]]) -> None:
+    print(f"  ended            recorded: {outcome}, steps {steps}")
+    for other in dict.fromkeys((outcome, tuple(steps.items())) for outcome, steps in runs):
+        print(f"                   simulated: {other[0]}, steps {dict(other[1])}")
+
+
+def _show_line(line: Line) -> None:
+    share = line.name.startswith("GPUs")
+    off = f"{100 * line.off:+7.2f} " + ("points" if share else "%     ")
+    verdict = "" if line.within is None else "ok" if line.ok else f"MISSED ({100 * line.within:g})"
+    shown = f"{line.recorded:10.4f} {line.simulated:10.4f} ± {line.spread:7.4f}  {off}  {verdict}"
+    print(f"  {line.name:<22} {shown}".rstrip())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
