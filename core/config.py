@@ -30,6 +30,9 @@ class Durations(Record, frozen=True, kw_only=True):
     """Samples that change as a run goes on: list k serves draws number k x `every` and on, the last one all after it.
     Trajectories are numbered by batch, phases by how often the worker did them. Excludes the other two."""
     every: int = 1
+    in_order: bool = False
+    """Trajectories only: each list is in the order in which they began, and one is drawn from about its own place in
+    it. Keeps what the order tells: an engine that is full is slower than one that runs empty."""
     first: int = 0
     """What the first one of each process takes instead (0: nothing else than usual); phases only."""
 

@@ -19,7 +19,7 @@ from core.units import NS_PER_S, ns_written
 
 SHAPES = ("lognormal", "constant", "uniform")
 KINDS = (*SHAPES, "csv", "mixture", "samples", "drift")
-DRIFT_KEYS = ("every", "samples")
+DRIFT_KEYS = ("every", "in_order", "samples")
 SIGMA_UNIT = 1_000_000
 MOST_SIGMA = 10
 MOST_PARTS = 100
@@ -77,7 +77,7 @@ def _drift(table: Table) -> Durations:
     if not rows:
         raise ConfigError(table.at("samples"), "must be a list of lists of durations")
     lists = tuple(_sample_list(Table({"samples": row}, where, ("samples",))) for where, row in rows)
-    return Durations(drift=lists, every=table.whole("every", 1, least=1))
+    return Durations(drift=lists, every=table.whole("every", 1, least=1), in_order=table.flag("in_order", False))
 
 
 def _only_one(table: Table, kinds: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ from core.units import show_gib, show_s
 from scenarios.calibration.compare import RUNS, Line, compare, figures, simulated
 from scenarios.calibration.fit import mean
 from scenarios.calibration.measure import measure
-from scenarios.calibration.world import LATENCIES, PHASES, SOMETIMES, calibrated, with_costs
+from scenarios.calibration.world import LATENCIES, PHASES, SOMETIMES, calibrated, warm, with_costs
 from scenarios.calibration.write import to_yaml
 from scenarios.common import guarded
 from scenarios.outcome import FAILED, OK
@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--runs", type=whole(1, MOST_RUNS), default=RUNS, metavar="N", help=f"simulated runs to compare ({RUNS})"
     )
+    help_ = "for a machine whose caches of compiled code a run has filled already (the first run of all is recorded)"
+    made.add_argument("--warm", action="store_true", help=help_)
     options = made.parse_args(argv)
     if bool(options.logs) == bool(options.costs):
         made.error("name the logs to fit, or a scenario with --costs")
@@ -58,6 +60,8 @@ def _calibrate(options: argparse.Namespace) -> int:
             print(f"note: {remark}")
         if options.output is not None:
             _write(options.output, fitted, remarks)
+    if options.compare is not None and options.warm:
+        fitted = warm(fitted)
     return OK if options.compare is None else _compare(fitted, options.compare, options.runs)
 
 

@@ -51,6 +51,17 @@ def connect(address: str | None) -> bool:
     return False
 
 
+def living_nodes() -> list[dict[str, Any]]:
+    """The cluster's nodes as Ray describes them: the head first, then by address, in the same order for every process
+    that asks. Two nodes may have one address; then their ids decide."""
+    import ray
+
+    def place(node: dict[str, Any]) -> tuple[bool, str, str]:
+        return "node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]
+
+    return sorted((node for node in ray.nodes() if node["Alive"]), key=place)
+
+
 def _start() -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     os.environ.pop("RAY_ADDRESS", None)

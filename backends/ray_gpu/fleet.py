@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends.ray_gpu import wire
 from backends.ray_gpu.clock import RealClock
+from backends.ray_gpu.cluster import living_nodes
 from backends.ray_gpu.crew import Crew
 from backends.ray_gpu.failures import first_line
 from backends.ray_gpu.node import NodeAgent
@@ -57,9 +58,7 @@ class Fleet:
     async def open(self, emit: Callable[[events.AnyEvent], None]) -> None:
         """Start an agent on every node, or find it. Raises ConfigError if Ray has fewer nodes than were declared."""
         self._emit = emit
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        # The head node first, then by address: the same order for every process that asks.
-        alive.sort(key=_place)
+        alive = living_nodes()
         if len(alive) < self._cluster.nodes:
             raise ConfigError(
                 "cluster.nodes", f"{self._cluster.nodes} are declared, the Ray cluster has {len(alive)}",
@@ -223,8 +222,3 @@ class Fleet:
                     self._emit(
                         events.MemoryUsed(gpu=gpu, used=sum(by.values()), capacity=self._cluster.gpu_memory, by=by)
                     )
-
-
-def _place(node: dict[str, Any]) -> tuple[bool, str, str]:
-    """Two nodes may have one address: then their ids decide."""
-    return "node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends.ray_gpu import wire
+from backends.ray_gpu.cluster import living_nodes
 from backends.ray_gpu.control import ControlPlane
 from backends.ray_gpu.failures import first_line
 from backends.ray_gpu.places import CONTROL, CONTROL_NAMESPACE
@@ -64,12 +66,14 @@ def join(scenario: Scenario, options: wire.ClusterOptions, crews: list[CrewPlan]
 
 
 def _control(scenario: Scenario, options: wire.ClusterOptions) -> Any:
+    """On the head node, also after it died: its journal is there."""
+    head = NodeAffinitySchedulingStrategy(living_nodes()[0]["NodeID"], soft=False)
     session = f"{os.getpid()}-{secrets.token_hex(4)}"
     return (
         ray.remote(ControlPlane)
         .options(
             name=CONTROL, namespace=CONTROL_NAMESPACE, get_if_exists=True, lifetime="detached", max_restarts=-1,
-            num_cpus=0, max_concurrency=CONTROL_CALLS,
+            num_cpus=0, max_concurrency=CONTROL_CALLS, scheduling_strategy=head,
         )
         .remote(session, scenario.cluster, scenario.demand, options, time.time_ns())
     )  # fmt: skip

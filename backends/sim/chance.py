@@ -30,6 +30,8 @@ _halves = Struct("<QQ").unpack
 _normal = NormalDist().inv_cdf
 UNIT = 2.0**-52
 US = 1_000
+NEIGHBOURS = 1.5
+"""Drawn in order, it is one of so many places before or after, itself included: three in all."""
 
 
 class Stream:
@@ -50,21 +52,31 @@ class Stream:
 
 
 class Draws:
-    """Durations (ns) drawn from one distribution, one a key. Where it drifts, the key's first number says how far."""
+    """Durations (ns) drawn from one distribution, one a key. Where it drifts, the key's first number says how far; where
+    it is in order, the second says at which place of `places`."""
 
-    __slots__ = ("_drift", "_every", "_pair", "_sample")
+    __slots__ = ("_drift", "_every", "_in_order", "_pair", "_places", "_sample")
 
-    def __init__(self, durations: Durations, stream: Stream) -> None:
+    def __init__(self, durations: Durations, stream: Stream, places: int = 1) -> None:
         self._drift = [_from_samples(samples) for samples in durations.drift]
         self._every = durations.every
+        self._in_order = durations.in_order
+        self._places = places
         self._sample = self._drift[0] if self._drift else sampler(durations)
         self._pair = stream.pair
 
     def of(self, *numbers: int) -> int:
         if self._drift:
             sample = self._drift[min(numbers[0] // self._every, len(self._drift) - 1)]
-            return sample(*self._pair(*numbers))
+            u, v = self._pair(*numbers)
+            return sample(self._near(numbers[1], u) if self._in_order else u, v)
         return self._sample(*self._pair(*numbers))
+
+
+    def _near(self, place: int, u: float) -> float:
+        """Where about a place among all of them lies: as a uniform, but from its neighbourhood."""
+        near = (place + 0.5 + NEIGHBOURS * (2 * u - 1)) / self._places
+        return min(max(near, UNIT), 1 - UNIT)
 
 
 class Price:

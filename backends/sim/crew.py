@@ -43,7 +43,7 @@ class Crew:
         self._init_owner = f"{spec.id}/init"
         self._devices = world.memory.on(spec.union)
         self._commands = world.price(job.costs.command, "command", spec.id)
-        self._lengths = Draws(job.costs.trajectory, Stream(world.seed, "trajectory", spec.id))
+        self._lengths = Draws(job.costs.trajectory, Stream(world.seed, "trajectory", spec.id), job.target)
 
     @property
     def workers(self) -> tuple[Worker, ...]:

@@ -116,7 +116,7 @@ class Engine(Worker):
         self._drained: simpy.Event | None = None
         self._slow_gate = job.costs.gate != 0
         self._kernels = kernels
-        self._warm = job.costs.warmup == 0
+        self._needs_no_kernels = self._warm = job.costs.warmup == 0
         self._warm_at = 0
         """From when on its process has all kernels; nothing decodes before."""
         self._busy = EngineBusy(pipeline=self.pipeline, dp_rank=dp_rank)
@@ -404,6 +404,7 @@ class Engine(Worker):
     def die(self, reason: str) -> None:
         self.gate = self.awake = self.frozen = False
         self.version = -1
+        self._warm, self._warm_at = self._needs_no_kernels, 0
         self._lose_all(f"engine {self.owner} died: {reason}")
         super().die(reason)
 

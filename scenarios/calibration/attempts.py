@@ -5,8 +5,8 @@
 2. What is in flight when an engine has been emptied, or died, was cut off, and waits again.
 3. What contradicts this is believed: a trajectory that comes from elsewhere is taken from where it was, and not
    measured.
-4. The first requests of an engine's process wait for its kernels to be compiled. That is a cost of its own, if the
-   first answer took more than `COMPILING` times as long as it ever did at the engines' later openings.
+4. The first requests of a pipeline wait for kernels to be compiled, on every engine that begins before they are there.
+   That is a cost of its own, if the first answer took more than `COMPILING` times as long as it ever did later.
 """
 
 from collections import deque
@@ -91,32 +91,35 @@ class Attempts:
     # --- what came of it -----------------------------------------------------------------------------------
 
     def warmups(self) -> list[tuple[str, int]]:
-        """What each engine's process took to compile (ns), by its name; 0 where it needed no more than usual."""
+        """What each process that found no kernels took to compile them (ns), by its name."""
         return [(f"{rank}/{life}", took) for (rank, life), (_, took) in self._compiled().items()]
 
     def durations(self) -> Iterator[tuple[int, int]]:
-        """(batch, ns) of every trajectory that was followed through, without the compiling it waited for."""
+        """(batch, ns) of every trajectory that was followed through, without the compiling it waited for; those of a
+        batch in the order in which they began."""
         compiled = self._compiled()
-        for ended in self._ended:
+        for ended in sorted(self._ended, key=lambda ended: (ended.batch, ended.started)):
             began, took = compiled.get(ended.engine, (0, 0))
             waited = max(0, began + took - max(began, ended.started)) if took else 0
             yield ended.batch, max(1, ended.took - waited)
 
     def _compiled(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """When each process was first opened, and what it took to compile (ns)."""
+        """When each process that found no kernels was first opened, and what it took to compile them (ns)."""
         first: dict[tuple[int, int], _Opening] = {}
         later: list[int] = []
-        for opening in self._openings:
+        for opening in sorted(self._openings, key=lambda opening: opening.at):
             if opening.engine in first:
                 later.append(opening.answered_after)
             else:
                 first[opening.engine] = opening
         if len(later) < OPENINGS_LEAST:
-            return {engine: (opening.at, 0) for engine, opening in first.items()}
+            return {}
         usual, most = round(median(later)), max(later)
-        return {
-            engine: (at, after - usual if after > COMPILING * most else 0) for engine, at, after in first.values()
-        }
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for engine, at, after in first.values():
+            if all(at < began + took for began, took in found.values()) and after > COMPILING * most:
+                found[engine] = at, after - usual
+        return found
 
     # --- the log ---------------------------------------------------------------------------------------------
 

@@ -6,13 +6,17 @@ In this order, the first that holds:
 2. All within `EQUAL` of each other: a constant, their mean.
 3. What was observed early and late differs: stretches of the run explain more than `DRIFTS` of the variance of the
    logarithms, corrected for what chance explains. Then samples that change with the run. Stretches are a batch for
-   trajectories, so that what a batch has in common stays together; `STRETCH` times for phases.
+   trajectories, so that what a batch has in common stays together; `STRETCH` times for phases. Trajectories keep their
+   order, and get such samples for that alone, if their batches take another time in the recorded order than, on
+   average, in random ones: by more than `ORDER`.
 4. A lognormal, if the Kolmogorov-Smirnov distance to it is below the critical value at 5 % for fitted parameters
    (Lilliefors, for the logarithms), and its mean is within `MEAN` of the observed one.
 5. Else the samples themselves, at most `SAMPLES_MOST`, evenly spaced by rank.
 """
 
+import heapq
 import math
+import random
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, stdev
 
@@ -35,6 +39,8 @@ LILLIEFORS = 0.886
 than its tables."""
 LOGNORMAL_LEAST = 8
 SAMPLES_MOST = 200
+ORDER = 0.05
+SHUFFLES = 10
 LISTS_MOST = 40
 """Lists of a drift; more batches than that share lists."""
 US = 1_000
@@ -50,8 +56,10 @@ def fit(seen: Sequence[Observation], stretch: int = STRETCH) -> Cost:
     return msgspec.structs.replace(durations, first=_us(fmean(first)))
 
 
-def fit_lengths(seen: Sequence[Observation]) -> Durations:
-    """Likewise for trajectories, which have no first one: compiling is a cost of its own."""
+def fit_lengths(seen: Sequence[Observation], slots: int) -> Durations:
+    """Likewise for trajectories, `slots` of which run at once. They have no first one: compiling is a cost of its own."""
+    if len(seen) >= DRIFT_LEAST and abs(_order(_stretches(seen, 1), slots) - 1) > ORDER:
+        return _drift(seen, 1, in_order=True)
     cost = _fit(seen, 1)
     return constant(max(US, cost)) if isinstance(cost, int) else cost
 
@@ -97,8 +105,8 @@ def _fit(seen: Sequence[Observation], stretch: int) -> Cost:
         return _us(middle)
     lists = _stretches(seen, stretch)
     if len(took) >= DRIFT_LEAST and _explained(lists) > DRIFTS:
-        return _drift(seen, stretch, len(lists))
-    return _lognormal(took) or Durations(samples=_thinned(took, SAMPLES_MOST))
+        return _drift(seen, stretch)
+    return _lognormal(took) or Durations(samples=_thinned(took))
 
 
 # --- drift ------------------------------------------------------------------------------------------------
@@ -123,17 +131,51 @@ def _explained(lists: Sequence[Sequence[int]]) -> float:
     return 1 - within / total * (len(every) - 1) / spare if spare > 0 and total > 0 else 0.0
 
 
-def _drift(seen: Sequence[Observation], stretch: int, stretches: int) -> Durations:
-    width = stretch * -(-stretches // LISTS_MOST)
-    last = max(one.number for one in seen) // width
-    lists: dict[int, list[int]] = {}
+def _drift(seen: Sequence[Observation], stretch: int, *, in_order: bool = False) -> Durations:
+    """Lists by stretch, or by several where there are more than `LISTS_MOST`; where nothing was seen, the nearest."""
+    last = max(one.number for one in seen) // stretch
+    width = stretch * -(-(last + 1) // LISTS_MOST)
+    lists: dict[int, list[list[int]]] = {}
+    for k, took in enumerate(_by_number(seen, stretch)):
+        if took:
+            lists.setdefault(k * stretch // width, []).append(took)
+    filled = []
+    for k in range(last * stretch // width + 1):
+        nearest = lists[min(lists, key=lambda have: (abs(have - k), have))]
+        filled.append(_merged(nearest) if in_order else _thinned([one for took in nearest for one in took]))
+    return Durations(drift=tuple(filled), every=width, in_order=in_order)
+
+
+def _by_number(seen: Sequence[Observation], width: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(max(one.number for one in seen) // width + 1)]
     for one in seen:
-        lists.setdefault(one.number // width, []).append(one.took)
-    filled: list[tuple[int, ...]] = []
-    for k in range(last + 1):
-        nearest = min(lists, key=lambda have: (abs(have - k), have))
-        filled.append(_thinned(lists[nearest], SAMPLES_MOST))
-    return Durations(drift=tuple(filled), every=width)
+        found[one.number // width].append(one.took)
+    return found
+
+
+def _merged(batches: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Several batches as one, each trajectory at its place."""
+    places = [((i + 0.5) / len(batch), took) for batch in batches for i, took in enumerate(batch)]
+    ordered = [_us(took) for _, took in sorted(places, key=lambda place: place[0])]
+    return tuple(_every_nth(ordered, SAMPLES_MOST))
+
+
+def _order(batches: Sequence[Sequence[int]], slots: int) -> float:
+    """What batches take in their own order, over what they take in random ones, when `slots` of each run at once."""
+    shuffled, own = 0.0, 0.0
+    chance = random.Random(0)
+    for batch in batches:
+        own += _packed(batch, slots)
+        shuffled += fmean(_packed(chance.sample(batch, len(batch)), slots) for _ in range(SHUFFLES))
+    return own / shuffled if shuffled else 1.0
+
+
+def _packed(batch: Sequence[int], slots: int) -> int:
+    """When the last one ends."""
+    ends = [0] * slots
+    for took in batch:
+        heapq.heappush(ends, heapq.heappop(ends) + took)
+    return max(ends)
 
 
 # --- shapes -----------------------------------------------------------------------------------------------
@@ -154,12 +196,15 @@ def _lognormal(took: Sequence[int]) -> Durations | None:
     return shape
 
 
-def _thinned(took: Sequence[int], most: int) -> tuple[int, ...]:
-    """At most so many of them in ascending order, evenly spaced by rank."""
-    ordered = [_us(value) for value in sorted(took)]
-    if len(ordered) <= most:
-        return tuple(ordered)
-    return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * most)] for i in range(most))
+def _thinned(took: Sequence[int]) -> tuple[int, ...]:
+    """At most `SAMPLES_MOST` of them in ascending order, evenly spaced by rank."""
+    return tuple(_every_nth([_us(value) for value in sorted(took)], SAMPLES_MOST))
+
+
+def _every_nth(values: Sequence[int], most: int) -> Sequence[int]:
+    if len(values) <= most:
+        return values
+    return [values[(2 * i + 1) * len(values) // (2 * most)] for i in range(most)]
 
 
 def _us(nanos: float) -> int:

@@ -185,7 +185,8 @@ def cost_of(cost: Cost) -> Any:
 def _shape_of(durations: Durations) -> Plain:
     if durations.drift:
         lists = [[seconds_of(value) for value in values] for values in durations.drift]
-        return {"drift": {"every": durations.every, "samples": lists}}
+        order = {"in_order": True} if durations.in_order else {}
+        return {"drift": {"every": durations.every, **order, "samples": lists}}
     if durations.samples:
         return {"samples": [seconds_of(value) for value in durations.samples]}
     shapes = [(weight, _part_of(kind, a, b)) for weight, kind, a, b in durations.parts]

@@ -26,13 +26,15 @@ STATES_MOST = 60_000
 UNIT = (
     "test_planner", "test_gateway", "test_topology", "test_service", "test_restore", "test_driver", "test_pipeline",
     "test_sim_world", "test_sim_faults", "test_incidents", "test_incidents_rollouts", "test_incidents_faults",
-    "test_holes",
+    "test_old_news",
 )  # fmt: skip
 """Test files, the fast ones first."""
 SLOW = "i26 or i48 or at_no_moment or pricing_again"
 """And i48 interrupts a real process: on a busy machine it may fail by itself."""
 PROPERTY = ("test_planner", "test_topology", "test_gateway", "test_core_machine")
 OTHER_MACHINES = "TestFloor"
+HISTORIES = 40
+"""Of the core machine; the tests themselves try three times as many."""
 
 Answer = dict[str, Any]
 
@@ -56,9 +58,15 @@ class Watch:
         self.blind = False
 
     def pytest_collection_finish(self, session: Any) -> None:
+        from hypothesis import settings
+
         if self.module and self.module not in sys.modules and not self.failed:
             self.blind = True
             session.shouldstop = "blind"
+        for item in session.items:
+            machine = getattr(item, "cls", None)
+            if hasattr(machine, "settings"):
+                machine.settings = settings(machine.settings, max_examples=HISTORIES)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
