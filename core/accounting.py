@@ -2,14 +2,15 @@
 
 1. A listener like any other: a log file fed to it gives the same figures as the run itself (I53).
 2. All sums are integer ns; busy + switching + idle of each GPU is the makespan exactly. Seconds appear in `summary`.
-3. The makespan ends with the last entry, or with the verdict.
+3. The makespan ends with the last entry, or with the verdict. It begins with the log; in a log that begins with
+   pipelines of another run, at the first word of one of our own.
 4. Demand is measured by open batches, whatever the policy: that is how the cost of `floor` becomes visible.
 
 What a GPU's time counts as is said in `core.timeline`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from core import actions, events
 from core.config import Scenario
@@ -60,6 +61,10 @@ class Accounting(Watcher):
         self.segments_left_out = 0
         self.idle_holders = IdleHolders(self.observed)
         self.verdict: Verdict | None = None
+        self._before: _Before | None = None
+        """What is not ours; None as long as none of our pipelines has spoken."""
+        self._strangers = False
+        """Whether another run's pipeline has spoken."""
         self._keep = keep_segments
         self._timeline = Timeline(self.observed.gpus, self._segment)
         self._serials = [0] * cluster.gpus
@@ -73,6 +78,7 @@ class Accounting(Watcher):
             events.BatchTaken: self._batch_taken,
             events.StepCompleted: self._step_completed,
             events.PipelineEnded: self._ended,
+            events.PipelineRegistered: self._registered,
             events.PhaseStarted: lambda event: self._timeline.phase_started(event, self.observed.now),
             events.PhaseEnded: lambda event: self._timeline.phase_ended(event, self.observed.now),
             actions.WakeEngine: self._woken,
@@ -94,7 +100,10 @@ class Accounting(Watcher):
 
     @property
     def makespan_ns(self) -> int:
-        return self.observed.now
+        return self.observed.now - self._left_out().until_ns
+
+    def _left_out(self) -> "_Before":
+        return self._before or _Before(0, 0, [{BUSY: 0, SWITCHING: 0, IDLE: 0} for _ in self.sums])
 
     def max_wait_ns(self, pipeline: str) -> int:
         """Longest wait of a pipeline so far, unfinished ones included."""
@@ -102,9 +111,19 @@ class Accounting(Watcher):
         began = [request.filed_at for request in known.requests.values()] if known else []
         if account.waiting_since is not None:
             began.append(account.waiting_since)
-        return max(account.max_wait_ns, max((self.makespan_ns - since for since in began), default=0))
+        return max(account.max_wait_ns, max((self.observed.now - since for since in began), default=0))
 
     # --- counting --------------------------------------------------------------------------------------
+
+    def _registered(self, event: events.PipelineRegistered) -> None:
+        if event.pipeline not in self.accounts:
+            self._strangers = True
+        elif self._before is None:
+            if self._strangers:
+                self.finish()
+                self._before = _Before(self.observed.now, self.handovers, [dict(sums) for sums in self.sums])
+            else:
+                self._before = self._left_out()
 
     def _account(self, pipeline: str) -> Account:
         account = self.accounts.get(pipeline)
@@ -261,10 +280,11 @@ class Accounting(Watcher):
     def figures(self, end_ns: int | None = None) -> dict[str, Any]:
         """Those of the fields that are counted here; times in seconds."""
         self.finish(end_ns)
+        before = self._left_out()
         return {
             "makespan_s": seconds(self.makespan_ns),
-            "handovers": self.handovers,
-            "gpus": [_gpu_summary(gpu, sums) for gpu, sums in enumerate(self.sums)],
+            "handovers": self.handovers - before.handovers,
+            "gpus": [_gpu_summary(gpu, *both) for gpu, both in enumerate(zip(self.sums, before.sums, strict=True))],
             "pipelines": [self._pipeline_summary(id) for id in self.accounts],
         }
 
@@ -297,6 +317,17 @@ class Accounting(Watcher):
         }
 
 
-def _gpu_summary(gpu: int, sums: dict[str, int]) -> dict[str, Any]:
-    times = {"busy_s": sums[BUSY], "switching_s": sums[SWITCHING], "idle_s": sums[IDLE]}
+class _Before(NamedTuple):
+    """What had added up when the first of our pipelines spoke."""
+
+    until_ns: int
+    handovers: int
+    sums: list[dict[str, int]]
+
+
+def _gpu_summary(gpu: int, sums: dict[str, int], before: dict[str, int]) -> dict[str, Any]:
+    times = {
+        field: sums[state] - before[state]
+        for field, state in (("busy_s", BUSY), ("switching_s", SWITCHING), ("idle_s", IDLE))
+    }
     return {"id": gpu} | {field: seconds(time) for field, time in times.items()}

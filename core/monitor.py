@@ -11,7 +11,7 @@
 What cannot be seen in one run is tested by two: under `isolate` a fault changes nothing but timing for the others (S7).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from core.config import DriverPolicy
@@ -32,6 +32,9 @@ class Monitor:
 
     `settle_ns`: how long a GPU may stay unused before L4 asks why, and `skew_ns`: how late telemetry may be. Both are 0
     in virtual time; a real backend needs a second or so.
+
+    `own`: the pipelines of this run, where others may share its world; None: all of them. Safety is everybody's, but
+    how long a stranger waits and what it leaves open is judged by its own run.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class Monitor:
         settle_ns: int = 0,
         skew_ns: int = 0,
         observed: Observed | None = None,
+        own: Collection[str] | None = None,
     ) -> None:
+        self._own = None if own is None else dict.fromkeys(own)
         self.violations: list[Violation] = []
         self.not_kept = 0
         """Violations beyond the first `VIOLATIONS_KEPT`."""
@@ -98,6 +103,10 @@ class Monitor:
         self.decide(verdict)
 
     # --- for the oracles -------------------------------------------------------------------------------
+
+    def concerns(self, pipeline: str) -> bool:
+        """Whether a pipeline is one of this run's."""
+        return self._own is None or pipeline in self._own
 
     def breach(self, rule: str, detail: str, at_ns: int | None = None) -> None:
         """Record a violation, of now unless `at_ns` says when."""

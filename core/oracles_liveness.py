@@ -140,7 +140,7 @@ class LivenessOracles(Watcher):
 
     def _rollout_due(self, id: str, now_ns: int) -> None:
         self._scheduled.pop(id, None)
-        if id not in self._since:
+        if id not in self._since or not self._monitor.concerns(id):
             return
         pipeline = self._observed.pipelines[id]
         bound = self._rollout_bound(pipeline)
@@ -215,7 +215,7 @@ class LivenessOracles(Watcher):
     def _request_due(self, id: str, number: int, now_ns: int) -> None:
         pipeline = self._observed.pipelines.get(id)
         request = pipeline.requests.get(number) if pipeline else None
-        if request is None:
+        if request is None or not self._monitor.concerns(id):
             return
         bound = self._request_bound(request)
         deadline = request.filed_at + bound

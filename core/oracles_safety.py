@@ -28,6 +28,7 @@ class SafetyOracles:
     def __init__(self, monitor: "Monitor", driver: DriverPolicy, skew_ns: int) -> None:
         self._observed = monitor.observed
         self._breach = monitor.breach
+        self._concerns = monitor.concerns
         self._isolated = driver is DriverPolicy.ISOLATE
         self._skew_ns = skew_ns
         self._own_faults: dict[str, str] = {}
@@ -68,8 +69,14 @@ class SafetyOracles:
     def finish(self) -> None:
         """The run ended by itself: nothing may be left in flight."""
         for number, action in self._observed.pending.items():
-            if not self._hopeless(action):
+            if self._is_own(action) and not self._hopeless(action):
                 self._breach("outcome", f"{_name(action)} (action {number}) never ended")
+
+    def _is_own(self, action: actions.Action) -> bool:
+        """Memory is awaited for nobody in particular: where strangers are about, it may be for one of them."""
+        if isinstance(action, actions.AwaitMemory):
+            return all(self._concerns(pipeline) for pipeline in self._observed.pipelines)
+        return self._concerns(getattr(action, "pipeline", ""))
 
     def _hopeless(self, action: actions.Action) -> bool:
         """Nobody waits for it any more: memory that does not come back, an engine of a pipeline that is over."""

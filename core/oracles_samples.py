@@ -45,6 +45,7 @@ class SampleOracles:
     def __init__(self, monitor: "Monitor") -> None:
         self._observed = monitor.observed
         self._breach = monitor.breach
+        self._concerns = monitor.concerns
         self._books: dict[str, dict[int, Book]] = {}
         self._trained: dict[str, dict[int, None]] = {}
         self.checks: dict[type, Callable[[Any], None]] = {
@@ -60,7 +61,7 @@ class SampleOracles:
     def finish(self) -> None:
         """The run ended by itself: what was taken must add up."""
         for pipeline, books in self._books.items():
-            for number, book in books.items():
+            for number, book in books.items() if self._concerns(pipeline) else ():
                 self._settle(pipeline, number, book)
 
     # --- accepted --------------------------------------------------------------------------------------

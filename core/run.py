@@ -102,6 +102,7 @@ class _Run:
         self._monitor = Monitor(
             scenario.cluster, scenario.demand, scenario.driver, observed=accounting.observed,
             settle_ns=getattr(backend, "settle_ns", 0), skew_ns=getattr(backend, "skew_ns", 0),
+            own=[job.spec.id for job in scenario.jobs],
         )  # fmt: skip  # the accounting comes after it, and takes every entry in
         self._accounting = accounting
         self._listeners = [self._monitor, self._accounting, *listeners, self._watch]
@@ -241,4 +242,7 @@ class _Run:
         """Of this run: a shared control plane's log tells of other runs' pipelines, too."""
         figures = self._accounting.figures(self._end_ns)
         own = {job.spec.id: None for job in self._scenario.jobs}
-        return {**figures, "pipelines": [one for one in figures["pipelines"] if one["id"] in own]}
+        return {
+            name: [one for one in value if one["id"] in own] if name == "pipelines" else value
+            for name, value in figures.items()
+        }

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -275,3 +276,16 @@ def test_a_promise_that_is_void_reserves_nothing_any_more():
     story.tell(events.RequestCancelled, request=request)
     story.pause(100)
     assert count(story).details()["reserved_idle_s"] == [5.0, 0.0]
+
+
+def test_a_run_that_joins_others_counts_from_its_own_first_word():
+    story = one_step(one_step(two(), "p1"), "p2")
+    whole = count(story)
+    registered = [entry for entry in story.entries if isinstance(entry.item, events.PipelineRegistered)]
+    began = next(entry.t for entry in registered if entry.item.pipeline == "p2")
+    late = story.told(Accounting(msgspec.structs.replace(story.scenario, jobs=story.scenario.jobs[1:])))
+    figures = late.figures()
+    assert began > 0 and figures["makespan_s"] == (whole.makespan_ns - began) / 1e9
+    for gpu in figures["gpus"]:
+        assert gpu["busy_s"] + gpu["switching_s"] + gpu["idle_s"] == figures["makespan_s"]
+    assert figures["handovers"] == whole.handovers

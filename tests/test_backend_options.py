@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from backends.sim.backend import SimBackend
+from core.backend import Backend
 from core.config import Scenario
 from core.errors import ConfigError
 from core.workload import Workload
@@ -50,7 +52,8 @@ def test_a_backend_gets_what_it_takes_and_defaults_for_what_was_not_asked(tmp_pa
     found = settings()
     folder = Path(found.pop("output"))
     assert found == {
-        "device": "cpu", "devices": None, "address": None, "transport": "auto", "verify_weights": False
+        "device": "cpu", "devices": None, "address": None, "transport": "auto", "verify_weights": False,
+        "checkpoint_every": 0, "resume": None,
     }  # fmt: skip
     assert folder.parent == tmp_path / "out" and folder.name.startswith("overlap-2gpu-")
     assert not folder.parent.exists(), "nothing is written before the run"
@@ -61,11 +64,11 @@ def test_a_backend_gets_what_it_takes_and_defaults_for_what_was_not_asked(tmp_pa
 def test_what_was_asked_for_arrives(tmp_path: Path) -> None:
     found = settings(
         "--device", "cuda", "--devices", "0,0", "--address", "10.0.0.1:6379", "--output", str(tmp_path / "run"),
-        "--transport", "ipc", "--verify-weights",
+        "--transport", "ipc", "--verify-weights", "--checkpoint-every", "5", "--resume", "earlier",
     )  # fmt: skip
     assert found == {
         "device": "cuda", "devices": (0, 0), "address": "10.0.0.1:6379", "output": str(tmp_path / "run"),
-        "transport": "ipc", "verify_weights": True,
+        "transport": "ipc", "verify_weights": True, "checkpoint_every": 5, "resume": "earlier",
     }  # fmt: skip
 
 
@@ -183,10 +186,14 @@ class Real:
 def test_a_run_is_started_with_the_settings_and_the_changed_workloads(tmp_path, monkeypatch) -> None:
     runs: list[tuple[Scenario, dict[str, object]]] = []
 
-    def execute(scenario: Scenario, backend: str, listeners, board, **given: object):
+    def prepare(scenario: Scenario, backend: str, **given: object) -> Backend:
         runs.append((scenario, given))
-        return summary_of(scenario, backend, **({"outcome": "starved"} if scenario.demand == "signal" else {}))
+        return SimBackend(scenario)
 
+    def execute(scenario: Scenario, backend: Backend, listeners, board):
+        return summary_of(scenario, backend.name, **({"outcome": "starved"} if scenario.demand == "signal" else {}))
+
+    monkeypatch.setattr(common.core_run, "prepare", prepare)
     monkeypatch.setattr(common, "execute", execute)
     monkeypatch.setattr(common, "load_backend", lambda name: Real)
     folder = tmp_path / "run"

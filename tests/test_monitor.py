@@ -586,6 +586,20 @@ def test_l1_demand_without_a_completed_trajectory_starves_at_the_bound():
     assert [(v.rule, v.at_ns) for v in monitor.violations] == [("L1", deadline)]
 
 
+def test_how_long_a_stranger_waits_is_not_this_runs_verdict():
+    story = ready()
+    monitor = judge(story, own=("p2",))
+    monitor.tick(story.now + 2 * bound_of(story))
+    assert monitor.verdict is None and monitor.violations == []
+
+
+def test_what_a_stranger_has_in_flight_when_a_run_ends_is_not_its_fault():
+    story = ready()
+    story.engine(actions.SyncEngine, 0, version=0, emptying=Emptying.ABORT)
+    assert broken(story, outcome="completed") == ["outcome"]
+    assert broken(story, outcome="completed", own=("p2",)) == []
+
+
 def test_l1_every_completed_trajectory_starts_the_clock_again():
     story = ready()
     bound = bound_of(story)

@@ -1,4 +1,4 @@
-"""What the scheduler hears about something that is over changes nothing. Each test closes a hole that a mutant showed."""
+"""What the scheduler hears about something that is over changes nothing. Each test closes a hole a mutant showed."""
 
 from core import events
 from tests.core_world import CoreWorld, spec

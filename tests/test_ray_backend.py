@@ -438,7 +438,7 @@ def test_a_fault_that_real_workers_cannot_have_is_refused(tmp_path: Path, capsys
 
 
 def test_help_imports_neither_ray_nor_torch() -> None:
-    asked = "import sys; sys.argv = ['x', '--help']; from scenarios import overlap_2gpu as scenario; scenario.main()"
+    asked = "import sys; from scenarios import overlap_2gpu as scenario; scenario.main('overlap_2gpu', ['--help'])"
     look = f"try:\n {asked}\nexcept SystemExit: print([m for m in ('ray', 'torch', 'simpy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[-1] == "[]"

@@ -51,6 +51,8 @@ class Fleet:
         """What each logical GPU really is."""
         self._uuids: dict[int, str] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._left: dict[int, None] = {}
+        """Nodes that are gone; nothing of them can be asked any more."""
         self._emit: Callable[[events.AnyEvent], None] = lambda event: None
 
     # --- life ------------------------------------------------------------------------------------------
@@ -126,13 +128,12 @@ class Fleet:
 
     async def _look_at_nodes(self) -> None:
         """Report a node that left, once."""
-        left: dict[int, None] = {}
         while True:
             await asyncio.sleep(NODES_LOOK_S)
             alive = {node["NodeID"]: None for node in ray.nodes() if node["Alive"]}
             for number, name in enumerate(self._node_ids):
-                if name not in alive and number not in left:
-                    left[number] = None
+                if name not in alive and number not in self._left:
+                    self._left[number] = None
                     for crew in self._crews.values():
                         crew.node_left(number)
                     self._emit(events.NodeLeft(node=number))
@@ -210,6 +211,7 @@ class Fleet:
 
     async def _report_memory(self, nodes: list[int], gpus: dict[int, None] | None = None) -> None:
         """Telemetry: what each GPU shows now, and what the weight caches hold of the hosts' memory."""
+        nodes = [node for node in nodes if node not in self._left]
         seen = await asyncio.gather(*(self._agents[node].observe.remote() for node in nodes))
         for node, (by_gpu, by_pipeline) in zip(nodes, seen, strict=True):
             self._emit(

@@ -52,8 +52,8 @@ class Stream:
 
 
 class Draws:
-    """Durations (ns) drawn from one distribution, one a key. Where it drifts, the key's first number says how far; where
-    it is in order, the second says at which place of `places`."""
+    """Durations (ns) drawn from one distribution, one a key. Where it drifts, the key's first number says how far;
+    where it is in order, the second says at which place of `places`."""
 
     __slots__ = ("_drift", "_every", "_in_order", "_pair", "_places", "_sample")
 

@@ -57,7 +57,7 @@ def fit(seen: Sequence[Observation], stretch: int = STRETCH) -> Cost:
 
 
 def fit_lengths(seen: Sequence[Observation], slots: int) -> Durations:
-    """Likewise for trajectories, `slots` of which run at once. They have no first one: compiling is a cost of its own."""
+    """Likewise for trajectories, `slots` of which run at once. None is a first one: compiling is a cost of its own."""
     if len(seen) >= DRIFT_LEAST and abs(_order(_stretches(seen, 1), slots) - 1) > ORDER:
         return _drift(seen, 1, in_order=True)
     cost = _fit(seen, 1)
