@@ -32,6 +32,8 @@ from ray_world import (
     until,
 )
 
+from backends.ray_gpu.cluster import connect
+from core.errors import ConfigError
 from scenarios import replay
 from scenarios import run as scenario_run
 
@@ -387,7 +389,7 @@ def _critic(folder: Path) -> list[str]:
 
 
 def _too_large(folder: Path) -> list[str]:
-    return refused(folder, workload={"kv_tokens": 1_000_000})
+    return refused(folder, workload={"kv_tokens": 16_000_000})
 
 
 def _output_in_use(folder: Path) -> list[str]:
@@ -423,11 +425,12 @@ BAD_INPUT = {
 def test_bad_input_is_one_line_and_exit_2_and_starts_nothing(
     bad: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = _children()
     assert scenario_run.main(bad(tmp_path)) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1, said
     assert BAD_INPUT[bad] in said
-    assert _children() == []
+    assert _children() == before
 
 
 def test_a_fault_that_real_workers_cannot_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,6 +438,31 @@ def test_a_fault_that_real_workers_cannot_have_is_refused(tmp_path: Path, capsys
     file = scenario(tmp_path, "faulty", {"gpus_per_node": 1}, pipeline("p", 0, [0], 1), faults=[fault])
     assert scenario_run.main([file, *REAL, "--output", str(tmp_path / "out")]) == 2
     assert "lose_message cannot be done to real workers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        ("RuntimeError('Version mismatch: The cluster was started with: Ray: 2.9.3')", "Ray: 2.9.3"),
+        ("ray.exceptions.AuthenticationError('no')", "RAY_AUTH_TOKEN"),
+        ("ConnectionError('no GCS')", "there is no Ray cluster at 127.0.0.1:"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_refused_in_one_line(
+    raised: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    def refuse(**options: Any) -> None:
+        raise eval(raised, {"ray": ray})
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        address = f"127.0.0.1:{somebody.getsockname()[1]}"
+        with pytest.raises(ConfigError) as found:
+            connect(address)
+    assert words in str(found.value) and "\n" not in str(found.value)
 
 
 def test_help_imports_neither_ray_nor_torch() -> None:

@@ -112,13 +112,16 @@ class ControlPlane:
         header = header_of(Scenario(name="cluster", cluster=self._cluster, jobs=(), demand=self._demand), "ray_gpu")
         self.clock = RealClock(self._epoch_ns)
         self._journal = Journal(self._places.journal, header)
-        self._fleet = Fleet(self._places, self._cluster, self._options, self.clock)
+        self._fleet = self._make_fleet()
         self._service = Service(self._fleet, self._cluster, self._demand, [self._entry])
         await self._fleet.open(self._happened)
         opened = asyncio.Event()
         self._serving = asyncio.create_task(self._serve(opened))
         await opened.wait()
         self._watch = asyncio.create_task(self._look_for_the_silent())
+
+    def _make_fleet(self) -> Fleet:
+        return Fleet(self._places, self._cluster, self._options, self.clock)
 
     async def _serve(self, opened: asyncio.Event) -> None:
         """Keep the service's task group open. A broken invariant ends it, and everybody is told."""

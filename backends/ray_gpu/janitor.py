@@ -16,12 +16,15 @@ from backends.ray_gpu.processes import Processes
 
 
 def start(session: str) -> subprocess.Popen[bytes]:
-    """Start one for this session on this node, called from a Ray worker. Closing its standard input ends it."""
+    """Start one for this session on this node, called from a Ray worker. A byte on its standard input ends it; it is
+    over when its standard output closes: what is returned is only the process that started it."""
     command = [sys.executable, "-m", "backends.ray_gpu.janitor", session, str(os.getppid())]
     # A session of its own: nothing that ends Ray's process group ends it too.
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    started = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
+    started.wait()
+    return started
 
 
 def clean(session: str) -> None:
@@ -39,6 +42,8 @@ def clean(session: str) -> None:
 
 
 def main(session: str, raylet: int) -> None:
+    if os.fork():
+        os._exit(0)  # a Ray worker that ends kills its children: from now on this is nobody's child
     try:
         watched = os.pidfd_open(raylet)
     except ProcessLookupError:

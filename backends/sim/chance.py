@@ -72,7 +72,6 @@ class Draws:
             return sample(self._near(numbers[1], u) if self._in_order else u, v)
         return self._sample(*self._pair(*numbers))
 
-
     def _near(self, place: int, u: float) -> float:
         """Where about a place among all of them lies: as a uniform, but from its neighbourhood."""
         near = (place + 0.5 + NEIGHBOURS * (2 * u - 1)) / self._places

@@ -18,6 +18,8 @@ from typing import Any
 
 MEMORY_MOST = 6 << 30
 """Bytes of address space: a mutant may collect without end."""
+TEST_S = 120
+"""Of the clock: a test of the unit detector takes a second, or it sleeps for ever."""
 SEED_CPU_S = 15
 """A run of one seed takes a second, or it hangs."""
 STATES_MOST = 60_000
@@ -52,7 +54,9 @@ class Watch:
     """A pytest plugin: what failed first, and whether the mutant was there at all."""
 
     def __init__(self, module: str) -> None:
+        signal.signal(signal.SIGALRM, self._asleep)
         self.module = module
+        self.running = ""
         self.failed = ""
         self.why = ""
         self.blind = False
@@ -67,6 +71,18 @@ class Watch:
             machine = getattr(item, "cls", None)
             if hasattr(machine, "settings"):
                 machine.settings = settings(machine.settings, max_examples=HISTORIES)
+
+    def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
+        self.running = nodeid.rpartition("::")[2]
+        if "machine" not in nodeid and "planner" not in nodeid:  # those only compute; properties take long
+            signal.alarm(TEST_S)
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
+        signal.alarm(0)
+
+    def _asleep(self, *_: Any) -> None:
+        write({"found": True, "how": self.running, "why": "it waits for ever"})
+        os._exit(0)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -142,7 +158,7 @@ def verifier(module: str, seeds: int) -> Answer:
 PROBES = {"unit": unit, "property": property_, "explorer": explorer, "verifier": verifier}
 
 
-def main(detector: str, module: str, answer: str, seeds: str, cpu: str) -> None:
+def main(detector: str, module: str, _: str, seeds: str, cpu: str) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(cpu), int(cpu) + 5))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MOST, MEMORY_MOST))
     import core
@@ -153,8 +169,11 @@ def main(detector: str, module: str, answer: str, seeds: str, cpu: str) -> None:
         made = PROBES[detector](module, int(seeds))
     except Exception as error:  # the packages do not even load
         made = {"found": True, "how": f"crash {type(error).__name__}: {error}"[:200]}
-    made["cpu_s"] = round(time.process_time(), 1)
-    Path(answer).write_text(json.dumps(made), encoding="utf-8")
+    write(made)
+
+
+def write(made: Answer) -> None:
+    Path(sys.argv[3]).write_text(json.dumps(made | {"cpu_s": round(time.process_time(), 1)}), encoding="utf-8")
 
 
 if __name__ == "__main__":
