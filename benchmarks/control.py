@@ -3,8 +3,8 @@ do everything at once and drivers that say what a pipeline's loop says. No Ray c
 
     python -m benchmarks ray [--quick]
 
-Pipelines share GPUs in pairs, as in the incident: each trains on one GPU of two and rolls out on both. A step is a batch
-opened, some trajectories, the batch taken, a lease asked for, granted and given back, weights published.
+Pipelines share GPUs in pairs, as in the incident: each trains on one GPU of two and rolls out on both. A step is a
+batch opened, some trajectories, the batch taken, a lease asked for, granted and given back, weights published.
 
 * decisions a second: processor time of the whole process, drivers included, for what a hundred pipelines have to say;
 * memory: what this process has resident after many steps against after some. The journal is on disk.
@@ -17,7 +17,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -265,6 +265,6 @@ class Loop:
 
 UNDECIDED = tuple(
     b'"item":{"type":"%s"' % name.encode()
-    for name in ("Note", *(kind.__name__ for kind in actions.AnyAction.__args__))  # type: ignore[attr-defined]
+    for name in ("Note", *(kind.__name__ for kind in get_args(actions.AnyAction)))
 )
 """How entries begin, behind their numbers, that came of a decision instead of asking for one."""

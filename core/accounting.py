@@ -55,6 +55,7 @@ class Accounting(Watcher):
         cluster = scenario.cluster
         self.observed = Observed(cluster, self)
         self.accounts: dict[str, Account] = {job.spec.id: Account() for job in scenario.jobs}
+        self._own = dict.fromkeys(self.accounts)
         self.handovers = 0
         self.sums: list[dict[str, int]] = [{BUSY: 0, SWITCHING: 0, IDLE: 0} for _ in range(cluster.gpus)]
         self.segments: list[list[Segment]] = [[] for _ in range(cluster.gpus)]
@@ -116,7 +117,7 @@ class Accounting(Watcher):
     # --- counting --------------------------------------------------------------------------------------
 
     def _registered(self, event: events.PipelineRegistered) -> None:
-        if event.pipeline not in self.accounts:
+        if event.pipeline not in self._own:
             self._strangers = True
         elif self._before is None:
             if self._strangers:
@@ -313,6 +314,7 @@ class Accounting(Watcher):
                     "tokens": account.tokens,
                 }
                 for id, account in self.accounts.items()
+                if id in self._own
             },
         }
 

@@ -677,6 +677,8 @@ def test_ctrl_c_ends_a_long_run_with_130_and_its_json(tmp_path):
     running = subprocess.Popen(
         command("scenarios.overlap_2gpu", "--steps", "100000", "--json", str(out)),
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # As from a terminal, also where the tests themselves run in the background and ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     while "initialised" not in running.stdout.readline():
         assert running.poll() is None, running.stderr.read()
