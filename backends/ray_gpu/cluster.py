@@ -28,6 +28,8 @@ QUIET = {
     "RAY_raylet_start_wait_time_s": "120",
     # Memory is accounted by the scheduler; a monitor that kills the largest process would only hide who took it.
     "RAY_memory_monitor_refresh_ms": "0",
+    # Ray starts workers at nice 15, so that they would starve beside anything else that runs on the machine.
+    "RAY_worker_niceness": "0",
 }
 # What Ray's daemons have to say goes to the driver's standard output, where the result may be. Ray leaves out what
 # matches this pattern, if it looks for repetitions at all. What happened to a worker we say ourselves.
