@@ -48,6 +48,8 @@ def read_cost(value: object, where: str, folder: Path) -> Cost:
         return read_seconds(value, where)
     table = Table(value, where, (*KINDS, "first"))
     read = _read_kind(table, folder)
+    if read.in_order:
+        raise ConfigError(table.at("drift.in_order"), "is for trajectories, which have a place in a batch", "remove it")
     return msgspec.structs.replace(read, first=table.seconds("first", positive=True)) if table.has("first") else read
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from backends.sim.chance import Draws, Price, Stream
 from core import events
 from core.config import Cost, Costs, Durations, Scenario
-from core.lengths import SIGMA_UNIT, most, quantile, read_cost, usual
+from core.errors import ConfigError
+from core.lengths import SIGMA_UNIT, most, quantile, read_cost, read_durations, usual
 from core.model import OnPreempt, Partial
 from core.run import execute
 from core.scenario_file import load_scenario, parse_scenario
@@ -247,7 +248,16 @@ FIRST = st.one_of(st.just(0), SECONDS)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.one_of(st.integers(0, 10**12), st.builds(lambda d, first: replace(d, first=first), DURATIONS, FIRST)))
 def test_a_cost_written_down_reads_back_as_the_same_cost(cost: Cost) -> None:
+    if isinstance(cost, Durations):
+        lengths = replace(cost, first=0)
+        assert read_durations(cost_of(lengths), "costs.trajectory", Path()) == lengths
+        cost = replace(cost, in_order=False)
     assert read_cost(cost_of(cost), "costs.train", Path()) == cost
+
+
+def test_only_trajectories_have_an_order() -> None:
+    with pytest.raises(ConfigError, match=r"costs\.train\.drift\.in_order: is for trajectories"):
+        read_cost({"drift": {"in_order": True, "samples": [[1]]}}, "costs.train", Path())
 
 
 @pytest.mark.parametrize("name", catalogue.names())

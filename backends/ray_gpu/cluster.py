@@ -68,7 +68,8 @@ def _start() -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray reads it once a process: a second cluster of this process (`--demand all`) has the same one.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
     try:

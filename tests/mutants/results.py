@@ -78,7 +78,8 @@ what found it. Made by `python -m tests.mutants --json out/mutants.json --table 
 about an hour on one core, may be stopped, and goes on where it was.
 
 - **unit**: example tests of core and simulator, and the incidents (`yes`: at least one fails).
-- **property**: Hypothesis on the core machine (40 histories), the planner, admission and the gateway.
+- **property**: walks of the core (`test_core_walk.py`), then Hypothesis on the planner, the gateway and the core
+  machine (15 histories).
 - **explorer**: `scenarios.explore`, {seeds} seeds with all faults and orders: in how many seeds, and the rules broken.
 - **verifier**: every state of 2 pipelines x 1 GPU, of 1 x 1 with two faults, of 2 x 2 (coarse).
 - `blind`: the detector never runs the mutated module. `-`: it looked and saw nothing. CPU: seconds, all detectors.
