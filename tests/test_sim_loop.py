@@ -669,6 +669,38 @@ def test_logging_may_stamp_its_records(caplog) -> None:
     assert [record.message for record in caplog.records] == ["hello"]
 
 
+def test_a_record_factory_and_a_handler_of_another_library_may_look_at_the_clock() -> None:
+    """Ray's factory stamps its records, also those of a run that happens to share the process with it."""
+    import logging
+
+    stamps = []
+
+    class Stamping(logging.Handler):
+        def emit(self, record):
+            stamps.append((record.ct, time.time_ns(), record.funcName))
+
+    def factory(*args, **kwargs):
+        record = logging.LogRecord(*args, **kwargs)
+        record.ct = time.time_ns()
+        return record
+
+    async def test(loop):
+        logger.warning("hello")
+        with pytest.raises(FencedCall):
+            time.time_ns()
+
+    logger = logging.Logger("stamped")
+    logger.addHandler(Stamping())
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(factory)
+    try:
+        in_loop(test)
+    finally:
+        logging.setLogRecordFactory(before)
+    ((made, handled, caller),) = stamps
+    assert made <= handled and caller == "test"
+
+
 def test_an_open_gate_is_open_for_its_own_task_only() -> None:
     async def display() -> None:
         with unfenced():

@@ -8,11 +8,15 @@ timestamp in a record, an unseeded draw. Rules of this room:
 3. Display code opens the gate for itself with ``with unfenced():``. The gate belongs to the context, so a task that
    awaits inside it does not open it for others.
 4. A few libraries that look at a clock for their own records (``BYSTANDERS``) pass.
+5. Writing a log record opens the gate: factories, filters and handlers are whatever the process has set up (Ray's
+   record factory reads the clock), and nothing of theirs gets into a run.
 
 Out of reach, hence banned by tests over the source instead: names imported by value before the run
 (``from time import monotonic``), ``datetime.now()``, and ``random.Random()`` without a seed.
 """
 
+import functools
+import logging
 import os
 import random
 import sys
@@ -99,6 +103,15 @@ def _guard_start(original: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
+def _open_gate(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: logging.Logger, *args: Any, **kwargs: Any) -> Any:
+        with unfenced():
+            return original(self, *args, **kwargs)
+
+    return method
+
+
 def _fenced_names() -> Iterator[tuple[Any, str, str]]:
     for clock in ("time", "monotonic", "perf_counter"):
         yield time, clock, CLOCK
@@ -121,6 +134,8 @@ def _install() -> None:
         _replace(module, name, original, _Guard(original, f"{module.__name__}.{name}", fix))
     start = threading.Thread.start
     _replace(threading.Thread, "start", start, _guard_start(start))
+    for name in ("makeRecord", "handle"):  # not `_log`, which looks for its caller on the stack
+        _replace(logging.Logger, name, getattr(logging.Logger, name), _open_gate(getattr(logging.Logger, name)))
 
 
 def _replace(owner: Any, name: str, original: Any, guard: Any) -> None:
