@@ -19,6 +19,7 @@ from core.units import show_gib, show_s
 from scenarios.calibration.compare import RUNS, Line, compare, figures, simulated
 from scenarios.calibration.fit import mean
 from scenarios.calibration.measure import measure
+from scenarios.calibration.picture import Window, foreseen, picture, seen
 from scenarios.calibration.world import LATENCIES, PHASES, SOMETIMES, calibrated, warm, with_costs
 from scenarios.calibration.write import to_yaml
 from scenarios.common import guarded
@@ -26,6 +27,7 @@ from scenarios.outcome import FAILED, OK
 from scenarios.parsing import Parser, whole
 
 MOST_RUNS = 1_000
+MOST_S = 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     help_ = "for a machine whose caches of compiled code a run has filled already (the first run of all is recorded)"
     made.add_argument("--warm", action="store_true", help=help_)
+    help_ = "of --compare: draw the timelines between these two times only (the whole run)"
+    made.add_argument("--window", type=float, nargs=2, metavar=("FROM", "TO"), help=help_ + "; s")
     options = made.parse_args(argv)
+    if options.window is not None and not 0 <= options.window[0] < options.window[1] < MOST_S:
+        made.error(f"--window {options.window[0]:g} {options.window[1]:g}: two times since the run began, in order")
     if bool(options.logs) == bool(options.costs):
         made.error("name the logs to fit, or a scenario with --costs")
     if options.output is None and options.compare is None:
@@ -62,7 +68,9 @@ def _calibrate(options: argparse.Namespace) -> int:
             _write(options.output, fitted, remarks)
     if options.compare is not None and options.warm:
         fitted = warm(fitted)
-    return OK if options.compare is None else _compare(fitted, options.compare, options.runs)
+    if options.compare is None:
+        return OK
+    return _compare(fitted, options.compare, options.runs, options.window and Window(*options.window))
 
 
 # --- fitting ----------------------------------------------------------------------------------------------
@@ -121,19 +129,25 @@ def _kind(cost: Cost) -> str:
 # --- comparing --------------------------------------------------------------------------------------------
 
 
-def _compare(fitted: Scenario, path: str, runs: int) -> int:
-    header, entries = read_log(path)
+def _compare(fitted: Scenario, path: str, runs: int, window: Window | None) -> int:
+    header, log = read_log(path)
+    entries = list(log)
     recorded = figures(header, entries)
     known = {job.spec.id for job in fitted.jobs}
     strange = [job.spec.id for job in header.config.jobs if job.spec.id not in known]
     if strange:
         raise ConfigError(path, f"nothing is known of {', '.join(strange)}", "fit a log that has the same pipelines")
-    found = simulated(with_costs(header.config, fitted), runs)
+    world = with_costs(header.config, fitted)
+    found = simulated(world, runs)
     lines = list(compare(recorded, found))
     print(f"\n{path}: recorded, and the mean of {len(found)} simulated runs (± their standard deviation)")
     _show_ends(recorded.outcome, recorded.steps, [(run.outcome, run.steps) for run in found])
     for line in lines:
         _show_line(line)
+    print()
+    for row in picture(header.config, seen(header.config, entries), foreseen(world), window):
+        print(row)
+    print()
     missed = [line.name for line in lines if not line.ok]
     judged = sum(line.within is not None for line in lines)
     print(f"{len(missed)} of {judged} are not within their bounds: {'; '.join(missed) or '-'}")

@@ -23,6 +23,7 @@ from scenarios import calibrate, catalogue
 from scenarios.calibration.compare import compare, figures, simulated
 from scenarios.calibration.fit import EQUAL, constant, fit, fit_lengths, mean
 from scenarios.calibration.measure import Measured, Observation, measure
+from scenarios.calibration.picture import WIDTH, Window, foreseen, picture, seen
 from scenarios.calibration.world import PHASES, calibrated, warm, with_costs
 from scenarios.calibration.write import cost_of, to_yaml
 
@@ -297,6 +298,35 @@ def test_the_command_fits_writes_and_compares(tmp_path: Path, capsys: pytest.Cap
     assert "p1 train, s" in told.splitlines()[-1] and "makespan" in told.splitlines()[-1]
 
 
+def rows(lines: list[str], what: str) -> list[str]:
+    return [line.partition(f"{what} ")[2] for line in lines if f"{what} " in line]
+
+
+def test_both_timelines_are_drawn_on_one_scale_the_recorded_one_above() -> None:
+    scenario = incident(steps=2, target=4)
+    _, entries = recorded(scenario)
+    there, here = seen(scenario, entries), foreseen(scenario)
+    lines = list(picture(scenario, there, here))
+    assert rows(lines, "recorded") == rows(lines, "simulated") and len(rows(lines, "recorded")) == 2
+    assert "A" in rows(lines, "recorded")[0] and "B" in rows(lines, "recorded")[1]
+    shorter = foreseen(incident(steps=1, target=4))
+    whole, half = picture(scenario, there, shorter), rows(list(picture(scenario, there, shorter)), "simulated")
+    assert rows(list(whole), "recorded") == rows(lines, "recorded")
+    assert 0 < len(half[0].rstrip()) < WIDTH  # blank where it was over
+
+
+def test_a_window_shows_what_the_whole_picture_shows_there() -> None:
+    scenario = incident(steps=2, target=4)
+    _, entries = recorded(scenario)
+    there = seen(scenario, entries)
+    end = max(segments[-1].end for segments in there) / NS_PER_S
+    whole, first = picture(scenario, there, there), picture(scenario, there, there, Window(0, end / 2))
+    for wide, narrow in zip(rows(list(whole), "recorded"), rows(list(first), "recorded"), strict=True):
+        assert {sign for sign in wide[: WIDTH // 2]} <= set(narrow)
+    over = list(picture(scenario, there, there, Window(end, 2 * end)))
+    assert [line.strip() for line in over[1:]] == ["gpu 0 recorded", "simulated", "gpu 1 recorded", "simulated"]
+
+
 def test_a_prediction_for_a_warm_machine_compiles_nothing() -> None:
     first = incident(warmup=30 * NS_PER_S)
     cold = replace(
@@ -315,6 +345,8 @@ def test_a_prediction_for_a_warm_machine_compiles_nothing() -> None:
         (["{one}"], "say where the fit goes"),
         ([], "name the logs to fit"),
         (["--costs", "{one}", "-o", "{folder}/x.yaml"], "nothing to write"),
+        (["{one}", "--compare", "{one}", "--window", "3", "2"], "--window 3 2: two times"),
+        (["{one}", "--compare", "{one}", "--window", "nan", "2"], "--window nan 2: two times"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
