@@ -7,7 +7,8 @@ from the event loop, never from a thread. All its methods are called on one even
 Rules every backend keeps (tests/test_backend_contract.py runs one suite on all of them):
 
 1. `perform` returns exactly one outcome for its action, or is cancelled. It may hang; the service owns limits.
-2. A doubled wake, sleep, kill, sync or gate is a no-op that succeeds.
+2. A doubled wake (a cold one too), sleep, kill, sync or gate is a no-op that succeeds; so is a doubled onload or
+   offload of a trainer.
 3. An engine refuses an action with an older epoch than the last one it obeyed, and refuses `generate` unless
    its gate is open: no mistake of a caller makes it serve stale weights.
 4. `generate` always ends: completed, aborted (with what was generated so far) or failed.
@@ -64,6 +65,8 @@ class Generation(Record, frozen=True, kw_only=True):
     segments: tuple[tuple[int, int], ...] = ()
     """(weight version, tokens) including the prefix, oldest first."""
     reason: str = ""
+    answered: bool = False
+    """With `failed`: the engine did its part, and what failed came after it, such as the reward."""
 
 
 class Backend(Protocol):

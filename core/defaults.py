@@ -6,6 +6,7 @@ trains on has its defaults, with reasons, beside its fields: `core.workload`.
 """
 
 import math
+from typing import Any, NamedTuple
 
 from core.config import Costs, Durations
 from core.lengths import SIGMA_UNIT, most, quantile
@@ -23,6 +24,35 @@ COSTS: dict[str, tuple[float, str]] = {
     "sleep": (0.31, "vLLM sleep level 2 (weights are dropped; the sync brings them back), 8B on an A100"),
     "wake": (0.9, "RollMux Fig. 4: warm switch to a 7B rollout"),
 }
+
+
+class CostSet(NamedTuple):
+    """Costs that a scenario can name (`costs: h200`) in place of the published ones above."""
+
+    about: str
+    """What was measured."""
+    records: tuple[str, ...]
+    """The logs they come from; `python -m scenarios.calibrate LOG ... --typical` gives them again."""
+    costs: dict[str, Any]
+    """By key, as a scenario file writes them (seconds)."""
+
+
+COST_SETS = {
+    "h200": CostSet(
+        about="SmolLM2 135M, two pipelines on two halves of one H200, as Turnstile ran them; steps of 32 short answers",
+        records=(
+            "docs/runs/2026-11-30-h200/batch.jsonl.gz",
+            "docs/runs/2026-11-30-h200/batch30.jsonl.gz",
+            "docs/runs/2026-11-30-h200/faults.jsonl.gz",
+        ),
+        costs={
+            "init": 19.5415, "onload": 0.0441, "train": 0.1631, "offload": {"first": 0.9461, "constant": 0.2883},
+            "publish": 0.2317, "sync": 0.0854, "sleep": 0.0122, "wake": 0.0065, "restart": 20.9176, "warmup": 0.2897,
+            "gate": 0.0026, "command": 0.0031, "release": 0.0082,
+            "trajectory": {"lognormal": {"median": 0.1003, "sigma": 0.568}},
+        },
+    ),
+}  # fmt: skip
 
 # RLinf's published decode times of a 1.5B model: half take at most 59.9 s, 99 % at most 160.2 s.
 TRAJECTORY = Durations(parts=((1.0, "lognormal", ns_written(59.9), round(0.423 * SIGMA_UNIT)),))

@@ -3,8 +3,10 @@
 The draft is the ledger as it will be, seen through the decisions taken so far; nothing here changes the ledger.
 """
 
+from core.demand import demand
 from core.errors import InvariantBroken
 from core.ledger import Engine, Lease, Ledger, PipelineBook, Request
+from core.turns import rests_until
 
 Tenant = Engine | Lease | Request | None
 
@@ -12,7 +14,7 @@ Tenant = Engine | Lease | Request | None
 class Plan:
     """What should change. Lists are in order of decision; every entry says why in one clause."""
 
-    __slots__ = ("grants", "expands", "shrinks", "revoked", "waits", "review_at", "unmet")
+    __slots__ = ("grants", "expands", "shrinks", "revoked", "waits", "review_at", "unmet", "gave_way")
 
     def __init__(self) -> None:
         self.grants: list[tuple[Request, str]] = []
@@ -27,6 +29,8 @@ class Plan:
         """When time alone (a residence, a turn) will make another plan possible."""
         self.unmet: dict[PipelineBook, None] = {}
         """Pipelines that wait for somebody else's turn or residence to end."""
+        self.gave_way: dict[PipelineBook, None] = {}
+        """Pipelines with demand that lose their last engine to other rollouts."""
 
     @property
     def empty(self) -> bool:
@@ -92,7 +96,7 @@ class Draft:
         self.held: dict[PipelineBook, int] = {}
         """Engines up or promised, where this plan changes the number."""
         self.touched: dict[PipelineBook, None] = {}
-        """Pipelines that this plan took something from."""
+        """Pipelines that this plan gave an engine to, or took one from."""
         self._turns: dict[PipelineBook, Turn] = {}
 
     def tenant(self, gpu: int) -> Tenant:
@@ -126,7 +130,9 @@ class Draft:
             self.gone_last.append(tenant)
             if tenant.book in self._turns:
                 self._turns[tenant.book].lost(tenant)
-            self.held[tenant.book] = self.up(tenant.book) - 1
+            self.held[tenant.book] = left = self.up(tenant.book) - 1
+            if not left and isinstance(heir, Engine) and demand(tenant.book, self.ledger.policy):
+                self.plan.gave_way[tenant.book] = None
             self.touched[tenant.book] = None
             (self.plan.revoked if tenant in self.ledger.promised else self.plan.shrinks).append((tenant, why))
 
@@ -141,7 +147,15 @@ class Draft:
         for gpu in engine.gpus:
             self.given[gpu] = self.tenants[gpu] = engine
         self.held[engine.book] = self.up(engine.book) + 1
+        self.touched[engine.book] = None
+        self.plan.gave_way.pop(engine.book, None)
         self.plan.expands.append((engine, why))
+
+    def rests(self, book: PipelineBook) -> bool:
+        """Whether the pipeline may not take a turn, since it has just given way to one."""
+        end = rests_until(book, self.ledger.now if book in self.plan.gave_way else book.gave_way_at)
+        self.review(end)
+        return end > self.ledger.now
 
     def review(self, at: int | None) -> None:
         if at is not None and at > self.ledger.now and (self.plan.review_at is None or at < self.plan.review_at):

@@ -244,6 +244,20 @@ class MemoryUsed(Event, frozen=True, kw_only=True):
     by: dict[str, int] = {}
 
 
+class WeightsLoaded(Event, frozen=True, kw_only=True):
+    """An engine loaded a version: which way it came, and why not a faster one."""
+
+    pipeline: str
+    dp_rank: int
+    version: int
+    transport: str
+    why: str
+    meant: str
+    """The way that was meant to be taken: it was not if this is another."""
+    took: int
+    """ns"""
+
+
 class TrajectoryDropped(Event, frozen=True, kw_only=True):
     """A trajectory ended without being trained."""
 
@@ -293,7 +307,7 @@ CLIENT = (
 OUTCOME = ActionDone | ActionFailed | ActionUnknown | TimerFired
 WORLD = EngineDied | TrainerFailed | ClientLost | NodeLeft
 TELEMETRY = (
-    EngineBusy | EngineIdle | PhaseStarted | PhaseEnded | MemoryUsed | TrajectoryDropped | BatchTaken
+    EngineBusy | EngineIdle | PhaseStarted | PhaseEnded | MemoryUsed | WeightsLoaded | TrajectoryDropped | BatchTaken
     | StepCompleted | FaultInjected | PipelineEnded
 )  # fmt: skip
 AnyEvent = CLIENT | OUTCOME | WORLD | TELEMETRY

@@ -483,7 +483,7 @@ class Gateway:
         engine = flight.engine
         if not self._is_current(flight):
             return
-        if generation.status == "completed":
+        if generation.status == "completed" or generation.answered:
             engine.failures = 0
             engine.unanswered.clear()
             engine.answered_ns = self._clock.now_ns()

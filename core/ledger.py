@@ -221,7 +221,7 @@ class PipelineBook:
         "id", "spec", "number", "phase", "reason", "seq", "batches", "opened_through", "requests", "leases",
         "requests_through", "published", "signal", "signals", "signalled_at", "consumed_at", "reported", "allocation",
         "hungry_since", "demand_since", "engines", "rank_at", "up", "open_demand", "open_target", "releasing", "stop",
-        "planned_at", "leave_asked", "clearing", "degraded", "tp", "kept",
+        "planned_at", "leave_asked", "clearing", "degraded", "tp", "kept", "gave_way_at",
     )  # fmt: skip
 
     def __init__(self, spec: PipelineSpec, number: int) -> None:
@@ -254,6 +254,9 @@ class PipelineBook:
         """Since when it has had demand (as the policy sees it) without completing a trajectory; -1: no demand."""
         self.demand_since = -1
         """Since when its open batches want trajectories, whatever the policy sees; -1: they do not."""
+        self.gave_way_at = -1
+        """When it lost its last engine to another pipeline's rollout, with demand of its own; -1: it did not, or was
+        promised one since."""
         infer = spec.infer
         self.tp = infer.tp
         self.engines = [Engine(self, rank, infer.bundle(rank)) for rank in range(infer.size)]

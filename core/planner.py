@@ -7,11 +7,12 @@ planning again at once gives an empty plan. Two passes:
 1. `core.queueing`: non-rollout requests, in order of `demand.due`, their whole mapping or nothing.
 2. `core.rollouts`: engines for everyone with rollout demand, on what the first pass left.
 
-A plan looks at the region around what changed (`core.regions`), and at the regions of whoever lost an engine there;
-`dirty=None` looks at everything.
+A plan looks at the region around what changed (`core.regions`), and at the regions of whoever got or lost an engine
+there; `dirty=None` looks at everything. It shares out again as long as that may change anything.
 """
 
 from collections.abc import Collection, Iterable
+from operator import attrgetter
 
 from core.demand import demand
 from core.draft import Draft, Plan
@@ -22,6 +23,8 @@ from core.rollouts import share_rollouts
 
 __all__ = ["Plan", "plan"]
 
+_HUNGER = attrgetter("hungry_since", "number")
+
 
 def plan(
     ledger: Ledger, regions: Regions, dirty: Iterable[PipelineBook] | None = None, gpus: Collection[int] = ()
@@ -29,25 +32,25 @@ def plan(
     """One planning decision. `dirty`, `gpus`: whose wishes and which GPUs changed since the last one."""
     draft = Draft(ledger)
     if ledger.waiting:
-        near = regions.around((), [gpu for request in ledger.waiting for gpu in request.gpus])
+        near = regions.around((), set().union(*[request.gpus for request in ledger.waiting]))
         place_requests(draft, _demanders(ledger, near))
     classes = regions.everywhere if dirty is None else regions.around([*dirty, *draft.touched], gpus)
-    share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
-    while dirty is not None and draft.touched:  # a donor may find something instead where this plan has not looked yet
-        wider = regions.around([*draft.touched], [cls.gpus[0] for cls in classes])
-        if len(wider) == len(classes):
+    settled = share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
+    while not settled or (dirty is not None and draft.touched):
+        # A donor may find something instead, or others a new donor, where this plan has not looked yet.
+        wider = classes if dirty is None else regions.around([*draft.touched], [cls.gpus[0] for cls in classes])
+        if settled and len(wider) == len(classes):
             break
         classes = wider
-        share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
+        settled = share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
     return draft.plan
 
 
 def _demanders(ledger: Ledger, classes: list[GpuClass]) -> list[PipelineBook]:
-    """Initialised pipelines with demand that can use some GPU of these classes, by order of registration."""
+    """Initialised pipelines with demand that can use some GPU of these classes, longest hungry first: ties go to them,
+    and not to whoever registered first."""
     policy = ledger.policy
     found = {book.number: book for cls in classes for book in cls.books}
-    return [
-        book
-        for _, book in sorted(found.items())
-        if book.phase is Phase.READY and demand(book, policy) > 0
-    ]
+    wanting = [book for book in found.values() if book.phase is Phase.READY and demand(book, policy) > 0]
+    wanting.sort(key=_HUNGER)
+    return wanting

@@ -88,12 +88,13 @@ def _place_hungry(draft: Draft, book: PipelineBook, closed: dict[int, Request | 
     if draft.up(book):
         return
     own = {gpu for request in book.requests.values() for gpu in request.gpus}
+    rests = draft.rests(book)
     best: tuple[int, int] | None = None
     nearest: tuple[int, int] | None = None
     for engine in book.engines:
         if engine.disabled or not all(draft.ledger.gpus[gpu].usable and gpu not in own for gpu in engine.gpus):
             continue
-        obstacles = sum(_obstacle(draft, gpu, closed) for gpu in engine.gpus)
+        obstacles = sum(_obstacle(draft, gpu, closed, rests) for gpu in engine.gpus)
         if obstacles:
             nearest = min(nearest or (obstacles, engine.dp_rank), (obstacles, engine.dp_rank))
             continue
@@ -106,17 +107,20 @@ def _place_hungry(draft: Draft, book: PipelineBook, closed: dict[int, Request | 
             closed.setdefault(gpu, book)
 
 
-def _obstacle(draft: Draft, gpu: int, closed: dict[int, Request | PipelineBook]) -> int:
-    """0: the GPU can be had now. 1: somebody's time on it must end first. 2: somebody else is before us there."""
+def _obstacle(draft: Draft, gpu: int, closed: dict[int, Request | PipelineBook], rests: bool) -> int:
+    """0: the GPU can be had now. 1: somebody's time on it must end first, or ours to give way (`rests`). 2: somebody
+    else is before us there."""
     if gpu in closed:
         return 2
     tenant = draft.tenant(gpu)
     if tenant is None:
         return 0
     if isinstance(tenant, Engine):
+        if gpu in draft.given:
+            return 1
         if not demand(tenant.book, draft.ledger.policy):
             return 0
         end = turn_end(tenant, draft.up(tenant.book) == 1 or draft.bears_turn(tenant))
         draft.review(end)
-        return int(end is None or end > draft.ledger.now)
+        return int(rests or end is None or end > draft.ledger.now)
     return 1 if isinstance(tenant, Lease) else 2

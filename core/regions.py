@@ -7,19 +7,24 @@ neighbourhood, and a plan costs what changed, not what exists.
 """
 
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 
-from core.ledger import Ledger, PipelineBook
+from core.ledger import Engine, Ledger, PipelineBook
+
+_NUMBER = attrgetter("number")
 
 
 class GpuClass:
     """GPUs that the same pipelines can roll out on."""
 
-    __slots__ = ("number", "gpus", "books")
+    __slots__ = ("number", "gpus", "books", "beside")
 
     def __init__(self, number: int, books: tuple[PipelineBook, ...]) -> None:
         self.number = number
         self.gpus: list[int] = []
         self.books = books
+        self.beside: dict[GpuClass, None] = {}
+        """Other classes, where some engine lies on GPUs of both: it can be had only if both are looked at."""
 
 
 class Regions:
@@ -53,14 +58,24 @@ class Regions:
             found.gpus.append(gpu)
             self.class_of[gpu] = found
         self.everywhere = list(classes.values())
+        self._split = any([self._join(engine) for book in books if book.tp > 1 for engine in book.engines])
+        """Whether any engine lies on GPUs of more than one class."""
+
+    def _join(self, engine: Engine) -> bool:
+        touched = {cls: None for gpu in engine.gpus if (cls := self.class_of[gpu]) is not None}
+        if len(touched) > 1:
+            for cls in touched:
+                cls.beside.update(touched)
+        return len(touched) > 1
 
     def around(self, books: Sequence[PipelineBook], gpus: Collection[int]) -> list[GpuClass]:
-        """The classes that these pipelines can use or these GPUs belong to, by number."""
-        if len(books) == 1 and not gpus:
+        """The classes that these pipelines can use or these GPUs belong to, with those beside them, by number."""
+        if len(books) == 1 and not (gpus or self._split):
             return self.classes_of.get(books[0], [])
-        found = {cls.number: cls for book in books for cls in self.classes_of.get(book, ())}
-        for gpu in gpus:
-            cls = self.class_of[gpu]
-            if cls is not None:
-                found[cls.number] = cls
-        return [found[number] for number in sorted(found)]
+        class_of = self.class_of
+        found = {cls for gpu in gpus if (cls := class_of[gpu]) is not None}
+        for book in books:
+            found.update(self.classes_of.get(book, ()))
+        if self._split:
+            found = found.union(*[cls.beside for cls in sorted(found, key=_NUMBER)])
+        return sorted(found, key=_NUMBER)

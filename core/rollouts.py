@@ -50,7 +50,8 @@ class Wish:
         self.left = book.left_fraction
         self.stays = stay(book)
         self.fresh = up == 0
-        """Had no engine when planning began: it may be filled up to its share at donors' expense."""
+        """Had no engine when planning began, or gave its last one away: it may be filled up to its share at donors'
+        expense."""
 
 
 Cost = tuple[int, int, int, float, int]
@@ -192,40 +193,43 @@ class Market:
         if end is None or end > draft.ledger.now:
             draft.review(end)
             return -1
-        return remaining
+        return -1 if engine.gpus[0] in draft.given else remaining  # it was to sleep, and may stay by this very plan
 
 
 def share_rollouts(
     draft: Draft, demanders: list[PipelineBook], classes: list[GpuClass], layout_of: dict[PipelineBook, int]
-) -> None:
-    """Decide about every engine of the region; the answers are in `draft.plan`."""
+) -> bool:
+    """Decide about every engine of the region; the answers are in `draft.plan`. False: somebody has found no engine,
+    and then others were given more of them, so that the same question may have another answer now."""
+    for book in demanders:
+        draft.plan.unmet.pop(book, None)
     if not demanders or not classes:
-        return
+        return True
     survey = Survey(draft, demanders, classes)
     market = Market(draft, survey, layout_of)
     everyone = list(survey.wishes.values())
     hungry = [wish for wish in everyone if wish.fresh]
     if hungry:
         survey.round_off()
-        hungry.sort(key=lambda wish: (wish.book.hungry_since, wish.book.number))
-    for wish in hungry:  # one engine for each before a second for anyone
-        for mode, why in FIRST_ENGINE:
-            if _take(draft, market, wish, mode, why):
-                break
+        hungry = _first_engines(draft, market, hungry)
     for wish in hungry:
         while 0 < draft.up(wish.book) < wish.target:
             if not (
                 _take(draft, market, wish, "idle", "idle GPUs") or _take(draft, market, wish, "spare", "its share")
             ):
                 break
+    without = len(draft.plan.expands)
     _use_idle(draft, market, everyone)
     before = len(draft.plan.expands)
     _level(draft, market, everyone)
     if len(draft.plan.expands) > before:  # who gave may find a use for what was idle
         _use_idle(draft, market, everyone)
+    settled = True
     for wish in everyone:
-        if not draft.up(wish.book):  # it found none, or its own turn is over: it waits for somebody else's to end
+        if not draft.up(wish.book):  # it waits for somebody else's turn to end, or to be allowed to take one
             draft.plan.unmet[wish.book] = None
+            settled = len(draft.plan.expands) == without
+    return settled
 
 
 class Survey:
@@ -277,6 +281,29 @@ class Survey:
         targets = round_off([(wish.exact, wish.tp, wish.most) for wish in wishes], self._total)
         for wish, target in zip(wishes, targets, strict=True):
             wish.target = target
+
+
+def _first_engines(draft: Draft, market: Market, hungry: list[Wish]) -> list[Wish]:
+    """One engine for each before a second for anyone, longest hungry first. Returns them in the order of their turn.
+
+    Whoever gives its last engine to somebody's turn stands in line at once, and may find a donor or idle GPUs where the
+    other could not use them; but for a turn of its own it has to wait (`core.turns`).
+    """
+    queue = [(wish.book.hungry_since, wish.book.number, wish) for wish in hungry]
+    heapq.heapify(queue)
+    seen = []
+    while queue:
+        _, _, wish = heapq.heappop(queue)
+        seen.append(wish)
+        modes = FIRST_ENGINE[:-1] if draft.rests(wish.book) else FIRST_ENGINE
+        if not any(_take(draft, market, wish, mode, why) for mode, why in modes):
+            continue
+        for victim in draft.gone_last:
+            loser = market.wishes.get(victim.book)
+            if loser is not None and not loser.fresh and not draft.up(loser.book):
+                loser.fresh = True
+                heapq.heappush(queue, (loser.book.hungry_since, loser.book.number, loser))
+    return seen
 
 
 def _take(draft: Draft, market: Market, wish: Wish, mode: str, why: str) -> bool:

@@ -8,7 +8,7 @@
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core import defaults
 from core.config import (
@@ -60,7 +60,7 @@ TRIGGER_EVENTS = ("rollout_granted", "init_accepted")
 PHASE_KEYS = ("init", "train", "offload", "onload", "publish", "sync", "sleep", "wake")
 LATENCY_KEYS = ("warmup", "gate", "command")
 COST_KEYS = (
-    *PHASE_KEYS, "restart", "log_probs", "critic_train", "engine_slots", "trajectory", *LATENCY_KEYS, "release",
+    "set", *PHASE_KEYS, "restart", "log_probs", "critic_train", "engine_slots", "trajectory", *LATENCY_KEYS, "release",
 )  # fmt: skip
 MEMORY_KEYS = ("train_gib", "engine_gib", "residue_gib", "init_peak_gib", "host_cache_gib")
 LIMIT_KEYS = tuple(f"{name}_s" for name in Limits.__struct_fields__)
@@ -285,15 +285,38 @@ def _trigger(table: Table, key: str) -> Trigger | None:
 
 
 def _costs(pipeline: Table, folder: Path) -> Costs:
-    table = pipeline.table("costs", COST_KEYS)
-
-    def cost(key: str, default: Cost) -> Cost:
-        return read_cost(table.get(key), table.at(key), folder) if table.has(key) else default
-
-    phases = {key: cost(key, defaults.cost(key)) for key in PHASE_KEYS}
+    """`costs` is a table, or the name of a set that it would have under `set`."""
+    given = pipeline.get("costs")
+    if isinstance(given, str):
+        table = Table({"set": given}, pipeline.at("costs"), COST_KEYS)
+    else:
+        table = pipeline.table("costs", COST_KEYS)
     critic = pipeline.has("critic")
     passes = critic or pipeline.has("reference") or pipeline.flag("old_log_probs", False)
-    trajectory = table.get("trajectory")
+    return _read_costs(table, folder, critic=critic, passes=passes)
+
+
+def named_costs(name: str, job: Job) -> Costs:
+    """The costs of `job` if it had said no more than `costs: name`; it keeps its slots. Raises ConfigError."""
+    table = Table({"set": name, "engine_slots": job.costs.engine_slots}, "costs", COST_KEYS)
+    critic, reference = (job.spec.group(role) is not None for role in (Role.CRITIC, Role.REFERENCE))
+    return _read_costs(table, Path(), critic=critic, passes=critic or reference or job.old_log_probs)
+
+
+def _read_costs(table: Table, folder: Path, *, critic: bool, passes: bool) -> Costs:
+    """`passes`: somebody asks for log-probs or values."""
+    base: dict[str, Any] = {}
+    if table.has("set"):
+        base = defaults.COST_SETS[read_word(table.get("set"), table.at("set"), tuple(defaults.COST_SETS))].costs
+
+    def value(key: str) -> object:
+        return table.get(key) if table.has(key) else base.get(key)
+
+    def cost(key: str, default: Cost) -> Cost:
+        return default if value(key) is None else read_cost(value(key), table.at(key), folder)
+
+    phases = {key: cost(key, defaults.cost(key)) for key in PHASE_KEYS}
+    trajectory = value("trajectory")
     if trajectory is not None:
         trajectory = read_durations(trajectory, table.at("trajectory"), folder)
     return Costs(
@@ -304,7 +327,7 @@ def _costs(pipeline: Table, folder: Path) -> Costs:
         engine_slots=table.whole("engine_slots", defaults.ENGINE_SLOTS, least=1),
         trajectory=trajectory or defaults.TRAJECTORY,
         **{key: cost(key, 0) for key in LATENCY_KEYS},
-        release=cost("release", 0) if table.has("release") else None,
+        release=None if value("release") is None else cost("release", 0),
     )
 
 

@@ -99,7 +99,10 @@ def _promise(state: State, made: Plan) -> None:
         else:
             ledger.promise(engine)
         state.note("expand", why, engine.book.id, engine.dp_rank, engine.gpus)
+        engine.book.gave_way_at = -1
         _granted(state, engine.book)
+    for book in made.gave_way:
+        book.gave_way_at = ledger.now
 
 
 def _granted(state: State, book: PipelineBook) -> None:
@@ -109,8 +112,12 @@ def _granted(state: State, book: PipelineBook) -> None:
 
 
 def _reprieve(state: State, engine: Engine) -> None:
-    """It was to sleep, had not begun to, and is wanted again."""
+    """It was to sleep, had not begun to, and is wanted again: a tenancy of its own, like that of one which is woken, or
+    the turn that was over would be taken from it at once."""
     engine.doomed = False
+    engine.begin_tenancy()
+    if engine.routable:
+        engine.routable_since = state.ledger.now
     state.ledger.doomed.pop(engine, None)
     engine.book.up[engine.dp_rank] = engine
 

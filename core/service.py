@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 import anyio
 from anyio.abc import TaskGroup
@@ -44,6 +44,17 @@ class Client(Protocol):
     def command(self, action: Command) -> None:
         """Carry it to the pipeline; its answer comes back by `Service.answered`."""
         ...
+
+
+class Snapshot(NamedTuple):
+    """All that a service knows between two events; what it was rebuilt from before can be forgotten."""
+
+    entries: int
+    """Of the log, up to here."""
+    state: State
+    begun: tuple[tuple[actions.AnyAction, int], ...]
+    """Operations and timers under way, each with the number of its entry."""
+    noted: tuple[Trigger, ...]
 
 
 AWAIT_MEMORY_SLACK = 2
@@ -81,6 +92,8 @@ class Service:
         self._begin_without_task = getattr(backend, "begin", None)
         self._command_delay: Callable[[str], int] = getattr(backend, "command_delay", _none)
         self._timers: dict[str, Timer] = {}
+        self._alarms: dict[str, tuple[actions.StartTimer, int]] = {}
+        """Which action started each of them, in which entry."""
         self._seen: dict[Trigger, anyio.Event] = {}
         self._tasks: TaskGroup | None = None
         self._journal: list[tuple[int, events.Event]] | None = [] if journal else None
@@ -216,7 +229,9 @@ class Service:
             case actions.StartTimer():
                 ring = partial(self._ring, action, entry)
                 self._timers[action.timer] = self.backend.clock.call_at_ns(action.at, ring)
+                self._alarms[action.timer] = (action, entry)
             case actions.CancelTimer():
+                self._alarms.pop(action.timer, None)
                 timer = self._timers.pop(action.timer, None)
                 if timer is not None:
                     timer.cancel()
@@ -230,6 +245,7 @@ class Service:
 
     def _ring(self, timer: actions.StartTimer, entry: int) -> None:
         self._timers.pop(timer.timer, None)
+        self._alarms.pop(timer.timer, None)
         self.post(events.TimerFired(timer=timer.timer, generation=timer.generation), entry)
 
     def _tell_client(self, action: Command, entry: int) -> None:
@@ -340,17 +356,30 @@ class Service:
         for event in missed:
             self.post(event, -1)
 
-    def restore(self, journal: Iterable[Entry]) -> None:
+    def snapshot(self) -> Snapshot:
+        """What `restore` can begin with instead of the log so far. Not while an event is being handled."""
+        assert not self._busy, "in the middle of an event"
+        begun = ((action, self._entry_of[number]) for number, (action, _) in self.state.operations.items())
+        noted = (trigger for trigger, seen in self._seen.items() if seen.is_set())
+        return Snapshot(self._entries, self.state, (*begun, *self._alarms.values()), tuple(noted))
+
+    def restore(self, journal: Iterable[Entry], known: Snapshot | None = None) -> None:
         """A new process takes over from one that died: rebuild the state from its log, go on counting entries where it
         stopped, and begin again whatever has no outcome in it. Workers take a doubled order as done and clients a
         doubled command as taken, so nothing has to be guessed; timers that should have rung meanwhile ring at once.
 
-        Call it after `__aenter__`, with every client attached, before anything else is posted. What was decided last
-        may be missing at the end of the log; it is logged now, so that the log stays one whole run.
+        With a snapshot that is `known`, `journal` is what came after it. Call it after `__aenter__`, with every client
+        attached, before anything else is posted. What was decided last may be missing at the end of the log; it is
+        logged now, so that the log stays one whole run.
         """
         issued: dict[int, tuple[actions.AnyAction, int]] = {}
         left: deque[actions.AnyAction | actions.Note] = deque()
         decided_at, cause = 0, -1
+        if known is not None:
+            self.state, self._entries = known.state, known.entries
+            issued |= {action.action: (action, entry) for action, entry in known.begun}
+            for trigger in known.noted:
+                self._trigger(trigger).set()
         for entry in journal:
             self._entries = entry.i + 1
             item = entry.item

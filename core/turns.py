@@ -6,6 +6,10 @@ that is cut off starts again from its prompt, and may have been elsewhere: with 
 the moment it is routable, before it resumed anything. So a turn lasts until one trajectory is completed (or
 `limits.turn` is over). Nearly finished pipelines are spared for one more residence.
 
+Who gave its engine up for somebody else's turn waits for one residence before it takes a turn itself. Otherwise one
+newcomer where many turns are over would turn them all out at once: the first one's loser takes the next one's engine,
+and so on.
+
 Nothing here protects against non-rollout requests, but hunger does: see `outranks`.
 """
 
@@ -34,6 +38,12 @@ def turn_end(engine: Engine, only: bool, stays: int | None = None) -> int | None
     if only and not engine.completed:
         return engine.routable_since + max(book.spec.min_residence, book.spec.limits.turn)
     return engine.routable_since + (stay(book) if stays is None else stays)
+
+
+def rests_until(book: PipelineBook, gave_way_at: int) -> int:
+    """The instant (ns) before which a pipeline may not take a turn that gave way to one at `gave_way_at` (-1: did not);
+    later than that in any case."""
+    return -1 if gave_way_at < 0 else gave_way_at + max(1, book.spec.min_residence)
 
 
 def outranks(book: PipelineBook, request_due: int) -> bool:

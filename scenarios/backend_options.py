@@ -28,9 +28,13 @@ MACHINE = (
 WORKLOAD = ("model", "task", "prompts", "reward", "max_tokens", "learning_rate")
 
 AUTO = "auto"
-TRANSPORTS = (AUTO, "cache", "ipc", "nccl")
+CACHE = "cache"
+"""What is used unless something else is asked for: the one way that whole runs on GPUs are on record for."""
+TRANSPORTS = (AUTO, CACHE, "ipc", "broadcast", "nccl")
+"""`nccl` is what a broadcast is on GPUs; on a CPU there is only its other name."""
 MOST_PORT = 65_535
 MOST_CARD = 1_000_000
+CARD = r"(\d{1,6}|GPU-[0-9A-Fa-f-]+)@0*[1-9]\d{0,5}(\.\d{1,9})?|GPU-[0-9A-Fa-f-]+"
 MOST_STEPS = 1_000_000
 
 
@@ -47,14 +51,17 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         "--device", type=_one_of(DEVICES), metavar="|".join(DEVICES), help="default: cuda if this machine has a GPU"
     )
     group.add_argument(
-        "--devices", type=_cards, metavar="IDS", help="the card of each GPU of the scenario; 0,0 puts two on card 0"
+        "--devices",
+        type=_cards,
+        metavar="IDS",
+        help="the card of each GPU of the scenario: 0,0 puts two on card 0, 0@60,0@60 with 60 GiB each; or UUIDs",
     )
     group.add_argument(
         "--address", type=_address, metavar="HOST:PORT|auto", help="join this Ray cluster (default: start one here)"
     )
     group.add_argument("--output", metavar="DIR", help="folder of the run (default: out/SCENARIO-TIME)")
     group.add_argument(
-        "--transport", type=_one_of(TRANSPORTS), metavar="|".join(TRANSPORTS), help="how weights get to engines"
+        "--transport", type=_one_of(TRANSPORTS), metavar="|".join(TRANSPORTS), help="how weights get to engines (cache)"
     )
     group.add_argument(
         "--verify-weights", action="store_true", default=None, help="compare every tensor of every engine after a sync"
@@ -85,9 +92,10 @@ def _one_of(known: Sequence[str]) -> Callable[[str], str]:
     return parse
 
 
-def _cards(text: str) -> tuple[int, ...]:
+def _cards(text: str) -> tuple[int | str, ...]:
+    """Numbers as numbers; `CARD@GIB` and UUIDs, which the backend understands, as they are."""
     parse = whole(0, MOST_CARD)
-    return tuple(parse(part) for part in text.split(","))
+    return tuple(part if re.fullmatch(CARD, part, re.ASCII) else parse(part) for part in text.split(","))
 
 
 def _address(text: str) -> str:
@@ -141,6 +149,9 @@ def backend_options(options: argparse.Namespace, scenario: Scenario, takes: Coll
         known = name in takes or (name in WORKLOAD and "workload" in takes)
         if getattr(options, name) is not None and not known:
             raise ConfigError(_flag(name), f"the backend {options.backend} does not take it", "leave it out")
+    if options.costs is not None and "workload" in takes:
+        problem = f"what things take on the backend {options.backend} is what its workers take"
+        raise ConfigError("--costs", problem, "leave it out")
     device = options.device or default_device()
     values = {
         "device": device,
@@ -166,7 +177,7 @@ def default_device() -> str:
     return "cuda" if any(re.fullmatch(r"nvidia\d+|dxg", name) for name in names) else "cpu"
 
 
-def _devices(options: argparse.Namespace, scenario: Scenario, device: str) -> tuple[int, ...] | None:
+def _devices(options: argparse.Namespace, scenario: Scenario, device: str) -> tuple[int | str, ...] | None:
     """The card of each GPU, on its own node; None: each GPU is a card of its own, or there are no cards."""
     cards, cluster = options.devices, scenario.cluster
     if cards is None:
@@ -183,10 +194,12 @@ def _devices(options: argparse.Namespace, scenario: Scenario, device: str) -> tu
 
 
 def _transport(options: argparse.Namespace, device: str) -> str:
-    transport = options.transport or AUTO
-    if device == "cpu" and transport in ("ipc", "nccl"):
-        raise ConfigError("--transport", f"{transport} needs GPUs", "with --device cpu weights go through the cache")
-    return transport
+    transport = options.transport or CACHE
+    if transport != "nccl":
+        return transport
+    if device == "cpu":
+        raise ConfigError("--transport", "nccl needs GPUs", "broadcast is the same through gloo")
+    return "broadcast"
 
 
 def _output(options: argparse.Namespace, scenario: Scenario) -> Path:

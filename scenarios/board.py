@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from core import events
 from core.accounting import Accounting
@@ -16,6 +16,20 @@ ROWS = 64
 """GPUs with a timeline of their own; more rows than that nobody reads."""
 SEGMENTS = 4096
 """Stretches remembered for one GPU; past that, neighbours are merged in pairs."""
+
+
+DELIVERIES = 32
+"""Ways of weights told apart; reasons why one failed may have many wordings."""
+
+
+class Delivery(NamedTuple):
+    """One way that weights came."""
+
+    transport: str
+    meant: str
+    """The way that was meant to be taken."""
+    fallback: str
+    """Why another was; empty if it was that one."""
 
 
 class Board(Accounting):
@@ -32,7 +46,11 @@ class Board(Accounting):
             events.PhaseStarted: self._phase_started,
             events.PhaseEnded: self._phase_ended,
             events.PipelineEnded: self._pipeline_ended,
+            events.WeightsLoaded: self._weights_loaded,
         }
+        self._own = {job.spec.id: None for job in scenario.jobs}
+        self.deliveries: dict[Delivery, list[int]] = {}
+        """How weights came to engines: durations (ns) by way. Real workers only."""
         self.has_rows = scenario.cluster.gpus <= ROWS
 
     def __call__(self, i: int, t_ns: int, cause: int, item: Any) -> None:
@@ -49,6 +67,15 @@ class Board(Accounting):
 
     def _pipeline_ended(self, event: events.PipelineEnded) -> None:
         self.ended[event.pipeline] = event.error
+
+    def _weights_loaded(self, event: events.WeightsLoaded) -> None:
+        if event.pipeline not in self._own:
+            return  # of another run that shares the scheduler
+        fallback = event.why if event.transport != event.meant else ""
+        way = Delivery(event.transport, event.meant, fallback)
+        if way not in self.deliveries and len(self.deliveries) >= DELIVERIES:
+            way = Delivery(event.transport, event.meant, "other reasons" if fallback else "")
+        self.deliveries.setdefault(way, []).append(event.took)
 
     @property
     def now(self) -> int:

@@ -2,12 +2,14 @@
 
 What was written is a scenario like any other: `python -m scenarios.run costs.yaml`. With `--compare LOG` the world of
 that log is simulated with these costs and set beside what was recorded; with `--costs costs.yaml --compare LOG`, those
-of an earlier fit, so that a prediction can be older than the run.
+of an earlier fit, so that a prediction can be older than the run. `--typical` prints one short set of costs for all
+pipelines together instead, such as `core.defaults.COST_SETS` keeps under a name.
 
 Exit 0: written, and whatever was compared is within its bounds; 1: something is not; 2: bad input.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from scenarios.calibration.compare import RUNS, Line, compare, figures, simulate
 from scenarios.calibration.fit import mean
 from scenarios.calibration.measure import measure
 from scenarios.calibration.picture import Window, foreseen, picture, seen
+from scenarios.calibration.typical import typical
 from scenarios.calibration.world import LATENCIES, PHASES, SOMETIMES, calibrated, warm, with_costs
 from scenarios.calibration.write import to_yaml
 from scenarios.common import guarded
@@ -39,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--runs", type=whole(1, MOST_RUNS), default=RUNS, metavar="N", help=f"simulated runs to compare ({RUNS})"
     )
+    made.add_argument("--typical", action="store_true", help="instead: print what is usual, as one short set of costs")
     help_ = "for a machine whose caches of compiled code a run has filled already (the first run of all is recorded)"
     made.add_argument("--warm", action="store_true", help=help_)
     help_ = "of --compare: draw the timelines between these two times only (the whole run)"
@@ -48,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error(f"--window {options.window[0]:g} {options.window[1]:g}: two times since the run began, in order")
     if bool(options.logs) == bool(options.costs):
         made.error("name the logs to fit, or a scenario with --costs")
+    if options.typical:
+        if options.costs is not None or options.output is not None or options.compare is not None:
+            made.error("--typical prints what logs show, and takes no other option")
+        return guarded(lambda: _print_typical(options.logs))
     if options.output is None and options.compare is None:
         made.error("say where the fit goes (-o FILE.yaml) or what to set beside it (--compare LOG)")
     if options.output is not None and options.costs is not None:
@@ -92,6 +100,11 @@ def _fitted(paths: Sequence[str]) -> tuple[Scenario, list[str]]:
     fitted, remarks = calibrated(first, measured)
     remarks += [f"{path}: {log.truncated}" for path, (_, log) in zip(paths, logs, strict=True) if log.truncated]
     return fitted, remarks
+
+
+def _print_typical(paths: Sequence[str]) -> int:
+    print(json.dumps(typical(measure([read_log(path) for path in paths])), indent=2))
+    return OK
 
 
 def _write(where: str, fitted: Scenario, remarks: Sequence[str]) -> None:

@@ -105,6 +105,7 @@ def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show", setti
     broke Turnstile itself."""
     backend = core_run.prepare(scenario, options.backend, **settings)
     scenario = core_run.scenario_of(backend, scenario)
+    show.notes(getattr(backend, "remarks", ()))
     board = Board(scenario)
     with ExitStack() as stack:
         stack.callback(core_run.abandon, backend)
@@ -186,8 +187,12 @@ class Show:
     def opening(self, scenario: Scenario) -> None:
         self.line(topology_line(scenario))
         if not self._quiet:
-            for remark in remarks(scenario):
-                self.line(f"note: {remark}")
+            self.notes(remarks(scenario))
+
+    def notes(self, found: Sequence[str]) -> None:
+        if not self._quiet:
+            for note in found:
+                self.line(f"note: {note}")
 
     def policy(self, scenario: Scenario) -> None:
         """Which of several runs begins."""

@@ -166,8 +166,9 @@ class PlainLines:
                 return self._once(f"{pipeline}: granted its first engines for rollout")
             case actions.Note(kind="init_accepted", pipeline=pipeline):
                 return self._once(f"{pipeline}: asks for all its GPUs to initialise")
-            case actions.Note(kind=kind, text=text) if kind in TROUBLE:
-                return self._trouble_line(f"{kind.replace('_', ' ')}: {text}")
+            case actions.Note(kind=kind, text=text, pipeline=pipeline) if kind in TROUBLE:
+                whose = f"{pipeline}: " if pipeline and pipeline not in text else ""
+                return self._trouble_line(f"{whose}{kind.replace('_', ' ')}: {text}")
             case events.FaultInjected(kind=kind, target=target):
                 return self._trouble_line(f"fault injected: {kind} {target}".rstrip())
             case events.PipelineEnded(pipeline=pipeline, error=error) if error is not None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import msgspec
 
 from core.config import Scenario
+from core.defaults import COST_SETS
 from core.errors import ConfigError
 from core.model import DemandPolicy
 from core.reading import MOST_WHOLE, nearest
-from core.scenario_file import MOST_SEED
+from core.scenario_file import MOST_SEED, named_costs
 from core.topology import DISJOINT_NAMES, OVERLAP_NAMES, check_world, topology_from, with_topology
 from scenarios.backend_options import add_backend_options, with_workload
 from scenarios.outcome import TABLE
@@ -36,6 +37,8 @@ def parser(prog: str, about: str, *, takes_file: bool = False) -> Parser:
     made.add_argument("--demand", type=_demand, metavar="|".join((*TABLE, ALL)), help="what counts as rollout demand")
     made.add_argument("--steps", type=whole(1, MOST_WHOLE), metavar="N", help="training steps of every pipeline")
     made.add_argument("--seed", type=whole(0, MOST_SEED), metavar="N", help="seed of every random draw")
+    help_ = "simulator: what everything takes, for every pipeline, instead of what the scenario says"
+    made.add_argument("--costs", type=_cost_set, metavar="|".join(COST_SETS), help=help_)
     made.add_argument("--quiet", action="store_true", help="only the first line and the result")
     _add_outputs(made.add_argument_group("files to write"))
     _add_topology(made.add_argument_group("topology", "all four or none; comma-separated GPU ids such as 0,1"))
@@ -63,6 +66,13 @@ def _add_topology(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--train-sizes", metavar="N,N", help=help_)
 
 
+def _cost_set(text: str) -> str:
+    if text not in COST_SETS:
+        problem = f"{text[:40]!r} is not one of {', '.join(COST_SETS)}"
+        raise argparse.ArgumentTypeError(f"{problem}; a scenario file can have costs of its own")
+    return text
+
+
 def _demand(text: str) -> str:
     known = (*TABLE, ALL)
     if text not in known:
@@ -76,6 +86,8 @@ def declared(scenario: Scenario, options: argparse.Namespace, environ: Mapping[s
     jobs = scenario.jobs
     if options.steps is not None:
         jobs = tuple(msgspec.structs.replace(job, steps=options.steps) for job in jobs)
+    if options.costs is not None:
+        jobs = tuple(msgspec.structs.replace(job, costs=named_costs(options.costs, job)) for job in jobs)
     seed = scenario.seed if options.seed is None else options.seed
     scenario = msgspec.structs.replace(scenario, jobs=jobs, seed=seed)
     names = (*OVERLAP_NAMES, *DISJOINT_NAMES)

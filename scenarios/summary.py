@@ -12,7 +12,7 @@ from rich.text import Text
 
 from core.config import Scenario
 from core.timeline import Segment
-from core.units import ns
+from core.units import ns, seconds
 from scenarios.board import Board
 from scenarios.outcome import STUCK_OUTCOMES, Summary, as_table, unmet
 from scenarios.timeline import LEGEND, Painter, strip
@@ -161,6 +161,20 @@ def totals(run: Run) -> list[str]:
             f"idle holders: {run.idle_held_s:.1f} GPU-seconds held with nothing to roll out while a peer wanted them; "
             f"{count(run.attracted, 'engine')} woken with nothing to roll out"
         )
+    return lines + deliveries(run)
+
+
+def deliveries(run: Run) -> list[str]:
+    """How weights came to engines, a line a way; nothing where every one came through the cache and was meant to."""
+    found = run.board.deliveries
+    if all(way.transport == "cache" and not way.fallback for way in found):
+        return []
+    lines = []
+    for way, took in found.items():
+        because = f", not by {way.meant}: {way.fallback}" if way.fallback else ""
+        name = "through the cache" if way.transport == "cache" else f"by {way.transport}"
+        times = f"{count(len(took), 'load')}, {seconds(sum(took)) / len(took):.3f} s on average"
+        lines.append(f"weights came {name} ({times}){because}")
     return lines
 
 

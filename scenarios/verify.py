@@ -42,8 +42,11 @@ def parser() -> Parser:
     made.add_argument("--staleness", type=int, default=0, metavar="K", help="versions a sample may be old (default 0)")
     made.add_argument("--faults", type=int, default=0, metavar="N", help="faults that may happen in a run (default 0)")
     made.add_argument("--coarse", action="store_true", help="fewer steps: gates open and memory comes back at once")
+    made.add_argument("--no-symmetry", action="store_true", help="walk states that differ only in names one by one")
     made.add_argument("--max-states", type=int, default=MOST, metavar="M", help=f"stop at so many (default {MOST:,})")
     made.add_argument("--resume", type=Path, metavar="FILE", help="go on with the search in FILE, and leave it there")
+    made.add_argument("--save-every", type=float, default=60.0, metavar="S",
+                      help="seconds between two savings of --resume FILE (default 60)")  # fmt: skip
     made.add_argument("--quiet", action="store_true", help="only the verdict")
     return made
 
@@ -63,7 +66,7 @@ def _world(options: argparse.Namespace) -> World:
     world = World(
         gpus=options.gpus, pipelines=options.pipelines, tp=options.tp, mapping=options.mapping, demand=options.demand,
         start=options.start, faults=options.faults, target=options.target, staleness=options.staleness,
-        coarse=options.coarse,
+        coarse=options.coarse, symmetry=not options.no_symmetry,
     )  # fmt: skip
     specs(world)
     return world
@@ -82,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
             print(f"{spec.id}: " + ", ".join(f"{group.role} {list(group.gpus)} tp {group.tp}" for group in spec.groups))
     began = time.monotonic()
     try:
-        verdict = prove(graph, options.max_states, _progress(began, quiet=options.quiet))
+        verdict = prove(graph, options.max_states, _progress(began, file, options.save_every, quiet=options.quiet))
     finally:
         if file is not None and graph.keys:
             save(graph, file)
@@ -92,15 +95,22 @@ def _run(options: argparse.Namespace) -> int:
     return CODES[verdict.outcome]
 
 
-def _progress(began: float, *, quiet: bool) -> Callable[[Graph], None]:
-    """A line that counts, on a terminal."""
+def _progress(began: float, file: Path | None, every: float, *, quiet: bool) -> Callable[[Graph], None]:
+    """A line that counts, on a terminal; and every so many seconds the search so far, into its file."""
+    shows, saved = not quiet and sys.stderr.isatty(), began
 
     def show(graph: Graph) -> None:
+        nonlocal saved
+        if file is not None and time.monotonic() - saved >= every:
+            save(graph, file)
+            saved = time.monotonic()
+        if not shows:
+            return
         passed = time.monotonic() - began
         text = f"{len(graph.keys):,} states, {len(graph.keys) - graph.expanded:,} to expand, {passed:.0f} s"
         print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
 
-    return (lambda graph: None) if quiet or not sys.stderr.isatty() else show
+    return show
 
 
 def _sentence(world: World, verdict: Verdict, seconds: float) -> str:

@@ -35,7 +35,7 @@ LOOK_S = 0.05
 T = TypeVar("T")
 
 
-def until(look: Callable[[], T | None], what: str, limit_s: float = LIMIT_S) -> T:
+def until(look: Callable[[], T | None], what: str, limit_s: float = LIMIT_S, pause_s: float = LOOK_S) -> T:
     """Look until something is there (anything true), and return it. Raises AssertionError past the limit."""
     end = time.monotonic() + limit_s
     while True:
@@ -43,7 +43,7 @@ def until(look: Callable[[], T | None], what: str, limit_s: float = LIMIT_S) -> 
         if found:
             return found
         assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
-        time.sleep(LOOK_S)
+        time.sleep(pause_s)
 
 
 # --- processes, from outside ----------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_a_backend_gets_what_it_takes_and_defaults_for_what_was_not_asked(tmp_pa
     found = settings()
     folder = Path(found.pop("output"))
     assert found == {
-        "device": "cpu", "devices": None, "address": None, "transport": "auto", "verify_weights": False,
+        "device": "cpu", "devices": None, "address": None, "transport": "cache", "verify_weights": False,
         "checkpoint_every": 0, "resume": None,
     }  # fmt: skip
     assert folder.parent == tmp_path / "out" and folder.name.startswith("overlap-2gpu-")
@@ -70,6 +70,16 @@ def test_what_was_asked_for_arrives(tmp_path: Path) -> None:
         "device": "cuda", "devices": (0, 0), "address": "10.0.0.1:6379", "output": str(tmp_path / "run"),
         "transport": "ipc", "verify_weights": True, "checkpoint_every": 5, "resume": "earlier",
     }  # fmt: skip
+
+
+def test_cards_may_have_budgets_and_be_named_by_uuid() -> None:
+    given = "0@60,GPU-5f3b-77@60.5"
+    assert settings("--device", "cuda", "--devices", given)["devices"] == ("0@60", "GPU-5f3b-77@60.5")
+    assert settings("--device", "cuda", "--devices", "GPU-5f,1")["devices"] == ("GPU-5f", 1)
+
+
+def test_nccl_is_another_name_of_the_broadcast_on_gpus() -> None:
+    assert settings("--device", "cuda", "--transport", "nccl")["transport"] == "broadcast"
 
 
 def test_a_map_of_one_node_stands_for_all_of_them() -> None:
@@ -139,11 +149,13 @@ def test_every_option_is_among_those_refused() -> None:
         (("--device", "gpu"), "'gpu' is not one of cpu, cuda"),
         (("--devices", "0,x"), "must be a whole number"),
         (("--devices", ""), "must be a whole number"),
+        (("--devices", "0@0,0@0"), "must be a whole number"),
+        (("--devices", "0@,1"), "must be a whole number"),
         (("--address", "host"), "'host' is neither HOST:PORT nor auto"),
         (("--address", "host:0"), "neither"),
         (("--address", "host:65536"), "neither"),
         (("--address", "ray://host:10001"), "neither"),
-        (("--transport", "nvlink"), "is not one of auto, cache, ipc, nccl"),
+        (("--transport", "nvlink"), "is not one of auto, cache, ipc, broadcast, nccl"),
         (("--task", "srot"), "did you mean 'sort'?"),
         (("--reward", "my_rewards"), "names no function; write module:function"),
         (("--max-tokens", "0"), "from 1 to"),
@@ -167,7 +179,8 @@ def test_values_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     assert refusal("--device", "cuda", "--devices", "0") == (
         "--devices: names 1 cards, and the scenario has 2 GPUs; list 2"
     )
-    assert "nccl needs GPUs" in refusal("--transport", "nccl")
+    assert refusal("--transport", "nccl") == "--transport: nccl needs GPUs; broadcast is the same through gloo"
+    assert "is what its workers take; leave it out" in refusal("--costs", "h200")
     assert refusal("--task", "sort", "--prompts", str(file)) == "--task: --prompts is given too; give one of the two"
     assert refusal("--prompts", str(file)) == "--prompts: needs a reward beside it; add --reward module:function"
     assert refusal("--prompts", "nowhere.jsonl", "--reward", "a:b") == "--prompts: there is no file nowhere.jsonl"

@@ -1,5 +1,6 @@
 """Fitting the simulator to a log: what is fitted to the simulator's own log is what it was run with."""
 
+import gzip
 import math
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,26 @@ from hypothesis import strategies as st
 from backends.sim.chance import Draws, Price, Stream
 from core import events
 from core.config import Cost, Costs, Durations, Scenario
+from core.defaults import COST_SETS
 from core.errors import ConfigError
 from core.lengths import SIGMA_UNIT, most, quantile, read_cost, read_durations, usual
 from core.model import OnPreempt, Partial
 from core.run import execute
 from core.scenario_file import load_scenario, parse_scenario
-from core.trace import Entry, Header, Log, TraceWriter, header_of
+from core.trace import Entry, Header, Log, TraceWriter, header_of, read_log
 from core.units import NS_PER_S, gib
 from scenarios import calibrate, catalogue
 from scenarios.calibration.compare import compare, figures, simulated
 from scenarios.calibration.fit import EQUAL, constant, fit, fit_lengths, mean
 from scenarios.calibration.measure import Measured, Observation, measure
 from scenarios.calibration.picture import WIDTH, Window, foreseen, picture, seen
+from scenarios.calibration.typical import typical
 from scenarios.calibration.world import PHASES, calibrated, warm, with_costs
 from scenarios.calibration.write import cost_of, to_yaml
 
 replace = msgspec.structs.replace
 MS = NS_PER_S // 1000
+ROOT = Path(__file__).parent.parent
 COSTS: dict[str, Any] = {
     "init": 9 * NS_PER_S, "train": 5 * NS_PER_S, "offload": 700 * MS, "onload": 300 * MS, "publish": 400 * MS,
     "sync": 600 * MS, "sleep": 200 * MS, "wake": 100 * MS, "restart": 8 * NS_PER_S, "engine_slots": 4,
@@ -118,6 +122,16 @@ def test_trajectories_are_followed_through_preemption_and_queues(partial: str, o
         assert one.unexplained == 0
         assert min(took) == 2 * NS_PER_S or partial == "resume"
         assert sum(one == 2 * NS_PER_S for one in took) >= 0.95 * len(took)
+
+
+@pytest.mark.parametrize("name", COST_SETS)
+def test_costs_that_a_scenario_can_name_are_what_their_records_show(name: str, tmp_path: Path) -> None:
+    logs = []
+    for record in COST_SETS[name].records:
+        log = tmp_path / Path(record).stem
+        log.write_bytes(gzip.decompress((ROOT / record).read_bytes()))
+        logs.append(read_log(log))
+    assert typical(measure(logs)) == COST_SETS[name].costs
 
 
 def test_a_cold_start_is_measured_and_one_that_never_was_is_said() -> None:

@@ -28,7 +28,7 @@ from core.timeline import STATES, Segment
 from core.topology import OVERLAP_NAMES, check_world
 from core.trace import read_log
 from core.units import ns
-from scenarios import catalogue, common, display, outcome, plan, replay, timeline
+from scenarios import catalogue, common, display, outcome, plan, replay, summary, timeline
 from scenarios import list as scenario_list
 from scenarios import run as scenario_run
 from scenarios.board import SEGMENTS, Board, coarser
@@ -686,3 +686,47 @@ def test_ctrl_c_ends_a_long_run_with_130_and_its_json(tmp_path):
     _, err = running.communicate(timeout=60)
     assert running.returncode == 130 and "Traceback" not in err
     assert json.loads(out.read_text())["outcome"] == "interrupted"
+
+
+def test_what_a_backend_says_of_its_machine_is_shown_before_the_run_unless_quiet(monkeypatch, capsys):
+    prepare = common.core_run.prepare
+
+    def on_cards(*arguments, **settings):
+        backend = prepare(*arguments, **settings)
+        backend.remarks = ("GPU 0 is 69.9 GiB of card 0",)
+        return backend
+
+    monkeypatch.setattr(common.core_run, "prepare", on_cards)
+    assert common.main("overlap_2gpu", ["--steps", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("note: GPU 0 is 69.9 GiB of card 0\n") < printed.index("asks for")
+    assert common.main("overlap_2gpu", ["--steps", "1", "--quiet"]) == 0
+    assert "GPU 0 is" not in capsys.readouterr().out
+
+
+def test_the_report_tells_which_way_weights_came_and_why_not_a_faster_one():
+    scenario = catalogue.load("overlap_2gpu")
+    board = Board(scenario)
+    loaded = {"pipeline": "p1", "dp_rank": 1, "version": 1, "meant": "ipc"}
+    came = [("ipc", "they share a card", 0.02), ("ipc", "they share a card", 0.04)]
+    came.append(("cache", "the trainer's weights are off the device", 0.09))
+    for number, (transport, why, took) in enumerate(came):
+        board(number, number, -1, events.WeightsLoaded(**loaded, transport=transport, why=why, took=ns(took)))
+    board(9, 9, -1, events.WeightsLoaded(**loaded | {"pipeline": "other"}, transport="ipc", why="", took=1))
+    assert summary.deliveries(run_of(scenario, board)) == [
+        "weights came by ipc (2 loads, 0.030 s on average)",
+        "weights came through the cache (1 load, 0.090 s on average), not by ipc: "
+        "the trainer's weights are off the device",
+    ]
+
+
+def test_weights_that_came_as_they_always_do_need_no_line():
+    scenario = catalogue.load("overlap_2gpu")
+    board = Board(scenario)
+    loaded = {"pipeline": "p1", "dp_rank": 1, "version": 1, "meant": "cache", "transport": "cache", "why": "asked for"}
+    board(0, 0, -1, events.WeightsLoaded(**loaded, took=1))
+    assert summary.deliveries(run_of(scenario, board)) == []
+
+
+def run_of(scenario, board):
+    return summary.Run(scenario, {}, board)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core import defaults, scenario_file
-from core.config import DriverPolicy, Durations, Evaluation, Expect, Scenario, Trigger
+from core.config import Costs, DriverPolicy, Durations, Evaluation, Expect, Scenario, Trigger
 from core.errors import ConfigError, TopologyError
 from core.lengths import quantile
 from core.model import DemandPolicy, Limits, OnPreempt, Overlap, Partial, Role
 from core.scenario_file import FAULT_KINDS, load_scenario, parse_scenario
-from core.units import gib, ns
+from core.units import gib, ns, ns_written
 from core.workload import NUMBERS, WORKLOAD_KEYS, Workload, changed, settled
 
 MINIMAL = """\
@@ -155,6 +155,34 @@ def test_limits_are_formulas_of_the_declared_costs() -> None:
         hold=ns(4 * (10 + 300 + 30 + 20 + 5)), init=ns(800), wake=ns(280), sync=ns(160), sleep=ns(200),
         drain=ns(400), release=ns(30), quarantine=ns(600), turn=ns(600), command=ns(10),
     )  # fmt: skip
+
+
+def costs_of(costs: object) -> Costs:
+    return parse_scenario(minimal(costs=costs), "x.yaml").jobs[0].costs
+
+
+def test_a_scenario_can_name_measured_costs_and_change_some_of_them() -> None:
+    kept = defaults.COST_SETS["h200"].costs
+    named = costs_of("h200")
+    for key in ("train", "restart", "release"):
+        assert getattr(named, key) == ns_written(kept[key])
+    usual, first = kept["offload"]["constant"], kept["offload"]["first"]
+    assert named.offload == Durations(parts=((1.0, "constant", ns_written(usual), 0),), first=ns_written(first))
+    assert costs_of({"set": "h200"}) == named
+    changed_ = costs_of({"set": "h200", "train": 5, "engine_slots": 4})
+    assert (changed_.train, changed_.engine_slots, changed_.sync) == (ns_written(5), 4, named.sync)
+
+
+def test_costs_that_nobody_measured_are_refused_with_those_there_are() -> None:
+    said = "x.yaml: pipelines[0].costs.set: 'h20' is not one of h200; did you mean 'h200'?"
+    assert error(minimal(costs="h20")) == said
+    assert "costs.set" in error(minimal(costs={"set": 3}))
+    assert "costs" in error(minimal(costs=["h200"]))
+
+
+def test_costs_from_the_command_line_are_those_a_file_would_name() -> None:
+    job = parse_scenario(minimal(costs={"train": 5, "engine_slots": 4}), "x.yaml").jobs[0]
+    assert scenario_file.named_costs("h200", job) == costs_of({"set": "h200", "engine_slots": 4})
 
 
 def test_log_probs_cost_something_only_for_those_who_ask_for_them() -> None:

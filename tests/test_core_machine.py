@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 import pytest
-from core_world import MEMORY, CoreWorld, spec
+from core_world import LIMITS, MEMORY, CoreWorld, spec
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Phases
 from hypothesis import strategies as st
@@ -326,6 +326,11 @@ class Core(RuleBasedStateMachine):
         for book in self.world.state.ledger.books.values() if hasattr(self, "world") else ():
             for engine in book.engines:
                 assert not engine.routable or 0 <= engine.version <= book.published
+
+    @invariant()
+    def nobody_holds_a_lease_for_longer_than_its_limit(self) -> None:
+        for lease in self.world.state.ledger.leases.values() if hasattr(self, "world") else ():
+            assert self.world.now - lease.granted_at <= LIMITS.hold
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

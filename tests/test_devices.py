@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.ray_gpu.devices.attribution import Tenant, leftovers, readings, split_card, unnamed
+from backends.ray_gpu.devices.budget import cards_of
 from backends.ray_gpu.devices.cuda_map import CudaMap, LogicalGpu, parse_devices, prove, visible_cards
 from backends.ray_gpu.devices.gpu_watch import FRESH_S, GpuWatch
 from backends.ray_gpu.devices.nvml import Card, Nvml, ProcessMemory
 from core.errors import ConfigError, OperationFailed
+from core.model import Cluster
 from core.units import gib
 
 GIB = gib(1)
@@ -188,6 +190,51 @@ def test_budgets_without_a_size_never_exceed_their_card(entries, total):
         budgets = [gpu.budget for gpu in world.on_card(seen.uuid)]
         assert sum(budgets) <= seen.total
         assert all(budget >= seen.total // len(budgets) for budget in budgets)
+
+
+# --- what --devices asks for --------------------------------------------------------------------------------
+
+TWO = Cluster(nodes=1, gpus_per_node=2, gpu_memory=140 * GIB, host_memory=GIB, memory_margin=0)
+
+
+def cards_asked(*entries, address=None, totals=(140 * GIB, 100 * GIB)):
+    nvml = Nvml(FakeNvml([(total, 0, 0, []) for total in totals]))
+    return cards_of("cuda", entries, TWO, address, nvml)
+
+
+def test_without_budgets_each_gpu_gets_an_equal_share_of_the_fullest_card():
+    assert cards_asked() == ((), 100 * GIB)
+    assert cards_asked(0, 0) == ((0, 0), 70 * GIB)
+    assert cards_asked(1, 0) == ((1, 0), 100 * GIB)
+
+
+def test_budgets_and_uuids_are_taken_from_the_command_line():
+    assert cards_asked("0@60", "0@60") == ((0, 0), 60 * GIB)
+    assert cards_asked("GPU-11", "GPU-00") == ((1, 0), 100 * GIB)
+    assert cards_asked("GPU-11-card@0.5", "0@0.5") == ((1, 0), GIB // 2)
+
+
+def test_on_a_cpu_and_elsewhere_nobody_looks_at_cards():
+    assert cards_of("cpu", (), TWO, None) == ((), None)
+    assert cards_of("cuda", (0, 0), TWO, "10.0.0.1:6379") == ((0, 0), None)
+    assert cards_of("cuda", ("0@60", "0@60"), TWO, "10.0.0.1:6379") == ((0, 0), 60 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("entries", "address", "says"),
+    [
+        ((2, 0), None, "card 2 is not on this machine, which has 2; put several"),
+        (("0@60", "0@70"), None, "budgets differ .@60 and @70.; all GPUs of a cluster have the same memory"),
+        (("0@60", 0), None, "budgets differ .@60 and none."),
+        (("0@71", "0@71"), None, "budgets of 142 GiB do not fit on card 0, which has 140 GiB; make them smaller"),
+        (("GPU-2", 0), None, "GPU-2 is the beginning of 0 cards' UUIDs; cards here: 0 .GPU-00-card., 1"),
+        (("GPU-", 0), None, "GPU- is the beginning of 2 cards' UUIDs"),
+        (("GPU-00", 0), "10.0.0.1:6379", "GPU-00: cards of a cluster elsewhere go by number"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused_before_the_run(entries, address, says):
+    with pytest.raises(ConfigError, match=f"^--devices: {says}"):
+        cards_asked(*entries, address=address)
 
 
 # --- whose memory it is -------------------------------------------------------------------------------------

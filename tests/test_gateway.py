@@ -428,6 +428,25 @@ def test_an_engine_that_fails_at_once_cannot_burn_every_attempt_before_anyone_he
     assert desk(script).drops() == []
 
 
+def test_what_fails_after_the_engine_answered_is_not_held_against_the_engine():
+    """A reward that fails for every trajectory must not make an engine rest that serves every request."""
+
+    async def script(d: Desk) -> None:
+        async def answer(attempt: Any) -> Any:
+            d.backend.attempts.append(attempt)
+            return Generation(status="failed", reason="the reward is broken", answered=True)
+
+        d.backend.generate = answer
+        batch = d.gateway.open_batch(0, 32)
+        await d.open(0)
+        await d.settle()
+        assert len(d.backend.attempts) == 64
+        with pytest.raises(PipelineFailed, match="given up after 2 attempts: the reward is broken"):
+            await d.gateway.filled(batch)
+
+    desk(script, max_attempts=2)
+
+
 def test_an_engine_that_refuses_behind_an_open_gate_is_not_asked_again_in_the_same_instant():
     async def script(d: Desk) -> None:
         async def refuse(attempt: Any) -> Any:

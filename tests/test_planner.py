@@ -76,6 +76,11 @@ def test_shares_follow_the_remaining_work_by_largest_remainder() -> None:
     assert engines(decision(7, before), before) == {"a": 4, "b": 2, "c": 1}
 
 
+def test_what_rounding_leaves_over_is_a_newcomers_too_and_is_taken_from_the_donor() -> None:
+    before = [pipeline("a", range(4), range(4), 50), pipeline("b", range(4), [], 100)]
+    assert engines(decision(4, before), before) == {"a": 1, "b": 3}  # of 1.33 and 2.67
+
+
 def test_everyone_with_demand_gets_one_engine_before_anyone_gets_two() -> None:
     before = [pipeline("big", range(4), range(4), 1000), *(pipeline(n, range(4), [], 1) for n in "xyz")]
     assert engines(decision(4, before), before) == {"big": 1, "x": 1, "y": 1, "z": 1}
@@ -412,6 +417,88 @@ def test_who_gave_way_to_somebodys_turn_is_looked_at_when_that_turn_is_over(poli
     world.sleep(310)  # b completes nothing in its turn
     world.settle()
     assert world.serving("a") == [0]
+
+
+def three_on_two() -> CoreWorld:
+    """The engines of a and b have had their turn, and both want more; c comes and takes one of them."""
+    world = CoreWorld()
+    world.ready(*(spec(name, (0,)) for name in "abc"))
+    world.open("a", 20)
+    world.open("b", 20)
+    world.settle()
+    world.sleep(25)
+    world.settle()
+    world.complete("b")
+    world.sleep(1)
+    world.complete("a")
+    world.sleep(25)
+    world.settle()
+    world.open("c", 20)
+    return world
+
+
+def test_one_newcomer_takes_one_turn_and_who_gave_way_takes_none_in_the_same_plan() -> None:
+    world = three_on_two()
+    assert world.kinds() == ["SleepEngine"]
+    assert [len(world.up(name)) for name in "abc"].count(1) == 2 and world.up("c")
+
+
+def test_who_gave_way_takes_a_turn_itself_after_one_residence_though_nothing_else_happens() -> None:
+    world = three_on_two()
+    [loser] = [name for name in "ab" if not world.up(name)]
+    world.sleep(19)
+    assert world.up(loser) == []
+    world.sleep(2)
+    assert len(world.up(loser)) == 1
+
+
+def test_who_gave_way_and_was_given_idle_gpus_since_need_not_rest_any_more() -> None:
+    world = three_on_two()
+    [loser] = [name for name in "ab" if not world.up(name)]
+    [other] = {"a", "b"} - {loser}
+    world.sleep(5)
+    world.close(other)
+    assert world.up(loser)
+    assert world.state.ledger.books[loser].gave_way_at == -1
+
+
+def test_an_engine_that_was_to_sleep_and_may_stay_begins_a_new_turn() -> None:
+    """Its old one was over. It must not be taken away by the very plan that leaves it, or by the next."""
+    world = CoreWorld(1)
+    world.ready(*(spec(name, (0,), (0,), staleness=1) for name in "abc"))
+    world.open("a")
+    world.settle()
+    world.open("b")
+    world.complete("a")
+    world.sleep(1)
+    world.open("c")
+    world.say(events.WeightsPublished, "a", version=1)
+    world.sleep(20)
+    engine = world.state.ledger.books["a"].engines[0]
+    assert engine.state == "syncing" and engine.doomed and world.up("b") == [0]
+    world.say(events.PipelineLeft, "b")
+    assert not engine.doomed and world.up("a") == [0] and world.up("c") == []
+    world.settle()
+    assert world.serving("a") == [0]
+    world.complete("a")
+    world.sleep(25)
+    world.settle()
+    assert world.serving("c") == [0]
+
+
+def test_a_wide_engine_is_looked_for_where_only_one_of_its_gpus_came_free() -> None:
+    """The GPUs it lies on are shared by different pipelines, so they are planned for apart, but not for this."""
+    world = CoreWorld(3)
+    world.ready(spec("w", (2,), (0, 1), 2), spec("x", (2,), (1,)), spec("y", (2,), (0,)))
+    world.open("x", 1)
+    world.open("y", 40)
+    world.settle()
+    world.open("w", 40)
+    world.complete("y")
+    world.sleep(25)  # the turn of y is over, and w gets both GPUs or none
+    assert world.up("w") == []
+    world.complete("x")
+    assert world.up("w") == [0]
 
 
 def test_nothing_is_planned_while_nothing_changes() -> None:

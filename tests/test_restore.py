@@ -5,6 +5,7 @@ a backend that answers nothing, and compared with a scheduler that was told the 
 """
 
 import functools
+import pickle
 from typing import Any
 
 import anyio
@@ -85,11 +86,12 @@ def books(state: Any) -> dict[str, Any]:
 
 
 class Restored:
-    """A service restored from the first `cut` entries."""
+    """A service restored from the first `cut` entries; from a snapshot of an earlier life after the first `kept` of
+    them, if that is more than none."""
 
-    def __init__(self, cut: int) -> None:
+    def __init__(self, cut: int, kept: int = 0) -> None:
         self.scenario, entries = recorded()
-        self.before, self.after = entries[:cut], entries[cut:]
+        self.before, self.after, self.kept = entries[:cut], entries[cut:], kept
         self.backend = Silent()
         self.told: list[actions.Action] = []
         self.log = Log()
@@ -100,7 +102,7 @@ class Restored:
         async with self.service:
             for job in self.scenario.jobs:
                 self.service.attach(job.spec.id, Client(self.told))  # type: ignore[arg-type]
-            self.service.restore(self.before)
+            self.service.restore(self.before[self.kept :], await snapshot(self.kept) if self.kept else None)
             await anyio.wait_all_tasks_blocked()
         return self
 
@@ -112,8 +114,14 @@ class Restored:
         return state
 
 
-def restored(cut: int) -> Restored:
-    return anyio.run(Restored(cut).run)
+def restored(cut: int, kept: int = 0) -> Restored:
+    return anyio.run(Restored(cut, kept).run)
+
+
+async def snapshot(entries: int) -> Any:
+    """What a service knew after so many entries, as another process reads it from a file."""
+    earlier = await Restored(entries).run()
+    return pickle.loads(pickle.dumps(earlier.service.snapshot(), pickle.HIGHEST_PROTOCOL))
 
 
 @settings(max_examples=40, deadline=None)
@@ -149,6 +157,37 @@ def test_the_log_goes_on_as_if_nobody_had_died(place: int) -> None:
         missing = []
     written = [entry for entry in found.log.entries if not isinstance(entry.item, events.SCHEDULED)]
     assert [(entry.i, entry.item) for entry in written] == [(entry.i, entry.item) for entry in missing]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 10_000))
+def test_a_snapshot_and_what_came_after_it_are_as_good_as_the_whole_log(early: int, late: int) -> None:
+    kept, cut = sorted(number % len(recorded()[1]) + 1 for number in (early, late))
+    while not whole_before(kept):
+        kept -= 1  # nobody takes a snapshot in the middle of an event
+    known, whole = restored(cut, kept), restored(cut)
+    assert books(known.service.state) == books(whole.service.state)
+    assert known.service.snapshot()[0] == whole.service.snapshot()[0]
+    begun = [[*found.backend.asked, *found.told] for found in (known, whole)]
+    assert begun[0] == begun[1]
+    assert [action for action, _ in known.service.snapshot().begun] == [
+        action for action, _ in whole.service.snapshot().begun
+    ]
+    assert known.log.entries == whole.log.entries
+    assert decided_from(known) == decided_from(whole)
+
+
+def whole_before(entries: int) -> bool:
+    """Whether everything that the last event led to is in the log before the entry of that number."""
+    _, all_entries = recorded()
+    return entries == len(all_entries) or not isinstance(all_entries[entries].item, actions.Action | actions.Note)
+
+
+def decided_from(found: Restored) -> list[Any]:
+    """What its state, told of everything that came later, decides."""
+    state = found.service.state
+    decided = [decide(state, entry.t, entry.item) for entry in found.after if is_decided(entry)]
+    return [(decision.notes, decision.actions) for decision in decided]
 
 
 def test_a_timer_that_should_have_rung_while_nobody_was_there_rings_at_once() -> None:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import msgspec
 import pytest
 
 from backends.ray_gpu.engines import sglang_child as child
@@ -35,6 +36,7 @@ from core.errors import ConfigError, OperationFailed, OutOfMemory
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 VOCABULARY = 320
+BUCKET_BYTES = 200_000
 CONFIG = EngineConfig(model="/models/m", kv_tokens=1000, max_running=8)
 
 
@@ -238,7 +240,7 @@ def test_a_bucket_is_read_where_it_lies(tmp_path):
 def test_a_rank_that_fails_or_stays_silent_fails_the_errand(tmp_path):
     errand = child.Errand(what="load", manifest=manifest("a"), replies=str(tmp_path))
     (tmp_path / "load.0.json").write_text('{"rank": 0, "seconds": 0.5}')
-    with pytest.raises(OperationFailed, match="rank 1 did not answer the errand load for version 1 of p"):
+    with pytest.raises(OperationFailed, match="rank 1 did not answer the errand: load version 1 of p"):
         child.replies(errand, 2)
     (tmp_path / "load.1.json").write_text('{"rank": 1, "error": "KeyError: x"}')
     with pytest.raises(OperationFailed, match="rank 1 could not load version 1 of p: KeyError: x"):
@@ -304,6 +306,7 @@ class StandInManager:
         self.asleep: set[str] = set()
         self.told: list[str] = []
         self.answers = (True, "")
+        self.digest = 7
         self.idle = True
 
     async def generate_request(self, order, _):
@@ -337,11 +340,20 @@ class StandInManager:
 
     async def update_weights_from_tensor(self, order, _):
         self.told.append("update")
+        if self.answers[0]:
+            self.deliver(order)
         return self.answers
+
+    def deliver(self, order):
+        """What a rank does with its payload; here it is the errand's text alone."""
+        for rank, payload in enumerate(order.serialized_named_tensors):
+            errand = msgspec.json.decode(payload, type=child.Errand)
+            reply = child.Reply(rank=rank, digest=self.digest)
+            child._reply_file(errand, rank).write_bytes(msgspec.json.encode(reply))
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
+def stand_in(monkeypatch, tmp_path):
     """An engine that is running on a stand-in: (engine, manager, what it holds by tag)."""
     orders = ModuleType("sglang.srt.managers.io_struct")
     orders.__getattr__ = lambda name: SimpleNamespace
@@ -358,6 +370,7 @@ def stand_in(monkeypatch):
     engine._engine = SimpleNamespace(tokenizer_manager=manager, get_all_child_pids=lambda: [1, 2])
     engine._sizes = {"weights": 10, "kv_cache": 20, "graphs": 3}
     engine._whole, engine.version = True, 4
+    engine._scratch = tmp_path
     return engine, manager, held
 
 
@@ -522,17 +535,33 @@ def test_a_wake_without_room_changes_nothing(stand_in):
 def test_an_update_that_sglang_refuses_leaves_no_version_and_nothing_is_served(stand_in):
     engine, manager, _ = stand_in
     manager.answers = (False, "shape mismatch")
+    published = manifest("a", version=5)
+    payload = [engine.ipc_label(published).encode()]
 
     async def run():
         with pytest.raises(OperationFailed, match="SGLang refused: shape mismatch"):
-            await engine.update_weights_ipc([b""], 5)
+            await engine.update_weights_ipc(payload, published, 5, digest=7, verify=False)
         refused = await engine.generate(ask())
         manager.answers = (True, "")
-        await engine.update_weights_ipc([b""], 5)
+        await engine.update_weights_ipc(payload, published, 5, digest=7, verify=False)
         return refused
 
     assert asyncio.run(run()).status == "failed"
     assert engine.version == 5
+
+
+def test_bytes_that_are_not_the_trainers_are_found_and_not_served(stand_in):
+    engine, manager, _ = stand_in
+    published = manifest("a", version=5)
+    manager.digest = 8
+
+    async def run():
+        with pytest.raises(OperationFailed, match="rank 0 was given other bytes than the trainer's of version 5 of p"):
+            await engine.update_weights_ipc([engine.ipc_label(published).encode()], published, 5, 7, verify=False)
+        return await engine.generate(ask())
+
+    assert asyncio.run(run()).status == "failed"
+    assert engine.version == -1
 
 
 def test_weights_are_not_updated_asleep_nor_under_requests(stand_in):
@@ -554,7 +583,7 @@ def test_weights_are_not_updated_asleep_nor_under_requests(stand_in):
 def test_handles_must_come_for_every_rank(stand_in):
     engine, _, _ = stand_in
     with pytest.raises(OperationFailed, match="0 payloads for 1 ranks"):
-        asyncio.run(engine.update_weights_ipc([], 5))
+        asyncio.run(engine.update_weights_ipc([], manifest("a"), 1, digest=0, verify=False))
 
 
 def test_an_engine_that_never_started_says_so_and_closes():
@@ -607,7 +636,7 @@ def make_model(folder, seed=0, scale=0.3):
 def publish(folder, model, version):
     from backends.ray_gpu.weights.writer import WeightWriter
 
-    with WeightWriter(folder, "p", version, bucket_bytes=200_000) as writer:
+    with WeightWriter(folder, "p", version, BUCKET_BYTES) as writer:
         for name, parameter in model.named_parameters():
             writer.add(name, parameter.detach())
         return writer.commit()
@@ -807,48 +836,58 @@ def test_a_real_engine_sleeps_wakes_and_serves_again_after_an_update(live):
         assert [(r.token_ids, r.logprobs) for r in after] == [(r.token_ids, r.logprobs) for r in before]
 
 
+def staged(model, published, device):
+    """(the buckets as a trainer on `device` holds them, their digest)."""
+    from backends.ray_gpu.weights.staged import Staging, digest
+
+    staging = Staging(BUCKET_BYTES)
+    for _, parameter in model.named_parameters():
+        staging.add(parameter.detach().to(device))
+    buckets = staging.finish(published)
+    return buckets, digest(buckets)
+
+
 @pytest.mark.sglang
 def test_real_weights_come_by_handles_of_a_process_that_keeps_them(live):
-    from multiprocessing.reduction import ForkingPickler
-
-    from backends.ray_gpu.weights.transports import export_ipc
+    from backends.ray_gpu.weights.transports import export_handles
 
     run, engine, cache, model = live
     published = publish(cache, model, 31)
-    if not ON_GPU:  # the same door, with tensors in shared memory for handles
-        payloads = [bytes(ForkingPickler.dumps([(n, p.detach().clone()) for n, p in model.named_parameters()]))]
-        run(engine.update_weights_ipc(payloads, 31, published))
-        assert engine.version == 31
-        return
-    there = [(name, parameter.detach().cuda()) for name, parameter in model.named_parameters()]
-    run(engine.update_weights_ipc(export_ipc(there), 31, published))
-    assert engine.version == 31
+    buckets, digest = staged(model, published, DEVICE)  # on a CPU the same door, with handles to shared memory
+    for version, given in ((31, digest), (32, digest + 1)):
+        published = msgspec.structs.replace(published, version=version)
+        payloads = [export_handles(buckets, engine.ipc_label(published))]
+        told = contextlib.nullcontext() if given == digest else pytest.raises(OperationFailed, match="other bytes")
+        with told:
+            run(engine.update_weights_ipc(payloads, published, version, given, verify=True))
+        assert engine.version == (31 if given == digest else -1)
+    run(engine.update_weights(publish(cache, model, 33), 33, verify=True))
 
 
 @pytest.mark.sglang
 def test_real_weights_come_by_broadcast_and_the_meeting_point_listens_on_loopback_alone(live):
-    from backends.ray_gpu.weights.transports import broadcast, close_group, flatten, open_group
+    from backends.ray_gpu.weights.transports import BACKENDS, Meeting, close_group, open_group, send
 
     run, engine, cache, model = live
     if ON_GPU and torch.cuda.device_count() < 2:
         pytest.skip("NCCL cannot join two ranks on one card: this takes two GPUs")
     published = publish(cache, model, 41)
-    device, backend = ("cuda:1", "nccl") if ON_GPU else ("cpu", "gloo")
-    port = free_port()
-    entries, flat = flatten((name, p.detach().to(device)) for name, p in model.named_parameters())
+    buckets, digest = staged(model, published, "cuda:1" if ON_GPU else "cpu")
+    meeting = Meeting(name="weights", port=free_port(), ranks=1, backend=BACKENDS[DEVICE], timeout_s=60)
     opened = {}
-    opener = threading.Thread(target=lambda: opened.update(group=open_group(port, 1, "weights", backend)))
+    opener = threading.Thread(target=lambda: opened.update(group=open_group(meeting)))
     opener.start()
-    run(engine.join("127.0.0.1", port, 1, 2, "weights", backend))
+    run(engine.join(meeting))
     opener.join()
-    assert f"0100007F:{port:04X}" in listening() and f"00000000:{port:04X}" not in listening()
+    assert f"0100007F:{meeting.port:04X}" in listening() and f"00000000:{meeting.port:04X}" not in listening()
     for version in (41, 42):
-        sender = threading.Thread(target=broadcast, args=(flat, opened["group"]))
+        published = msgspec.structs.replace(published, version=version)
+        sender = threading.Thread(target=send, args=(buckets, opened["group"], threading.Event()))
         sender.start()
-        run(engine.update_weights_broadcast(entries, "weights", version, published))
+        run(engine.update_weights_broadcast(published, version, digest, verify=True))
         sender.join()
     assert engine.version == 42
-    run(engine.leave("weights"))
+    run(engine.leave())
     close_group(opened["group"])
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from training_world import SHAPE, make_rows  # noqa: E402
 
+from backends.ray_gpu.meeting import loopback_store  # noqa: E402
 from backends.ray_gpu.training import layout  # noqa: E402
 from backends.ray_gpu.training.architecture import Architecture, Rope, check_parallel, read_architecture  # noqa: E402
 from backends.ray_gpu.training.batches import batches_of, micro_batches, shares  # noqa: E402
@@ -310,3 +311,10 @@ def test_the_operating_system_sees_the_memory_go() -> None:
 
 def test_row_counts_its_generated_tokens() -> None:
     assert Row(tokens=(1, 2, 3), prompt_tokens=1, logprobs=(-1.0, -1.0), advantage=0.0).generated == 2
+
+
+def test_a_group_of_one_meets_at_whichever_port_is_free_by_then() -> None:
+    first, second = (loopback_store(0, world=1, host=True, timeout_s=20) for _ in range(2))
+    first.set("at", "the first")
+    assert first.port != second.port
+    assert loopback_store(first.port, world=1, host=False, timeout_s=20).get("at") == b"the first"

@@ -1,9 +1,16 @@
 """Small worlds proved whole, and the prover proved honest: packing loses nothing, and what is wrong is found."""
 
 import random
+import signal
+import subprocess
+import sys
+import time
 from array import array
+from collections import Counter
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from core import actions, events, planner
 from core.errors import ConfigError, InvariantBroken
@@ -13,6 +20,7 @@ from core.verify.node import Node
 from core.verify.packing import Codec
 from core.verify.proof import BROKEN, PROVED, STUCK, UNFINISHED, prove
 from core.verify.search import Graph, resume, save
+from core.verify.symmetry import Symmetry, Unfolded
 from core.verify.world import Mapping, Start, World, admitted
 from scenarios import verify
 from tests.core_world import CoreWorld, spec
@@ -52,8 +60,91 @@ def test_a_state_that_was_never_packed_behaves_like_its_packed_twin(world: World
             twin = codec.load(key)
             moves.apply(world, twin, twins[nameless(move)])
             after = codec.pack(twin)
+            if move.kind == "tick":
+                assert codec.ticked(key) == after
             moves.apply(world, node, move)
             assert codec.pack(node) == after, move
+
+
+# --- symmetry ---------------------------------------------------------------------------------------------
+
+ALIKE = [
+    World(pipelines=3, target=2, staleness=1, faults=2),
+    World(pipelines=3, gpus=3, mapping=Mapping.FULL, target=5, faults=1),
+    World(pipelines=4, mapping=Mapping.FULL, target=2, faults=2, demand=DemandPolicy.FLOOR),
+    World(gpus=4, tp=(2,), mapping=Mapping.FULL, target=5, faults=2),
+]
+ON_GPUS = ("memory", "memory_missing", "given_up")
+
+
+@pytest.mark.parametrize("world", ALIKE, ids=lambda world: f"{world.pipelines}x{world.gpus}-{world.mapping}")
+@settings(max_examples=6, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+@given(seed=st.integers(0, 2**32))
+def test_deciding_is_the_same_whichever_of_several_like_pipelines_is_which(world: World, seed: int) -> None:
+    codec, symmetry, draw = Codec(world), Symmetry(world), random.Random(seed)
+    assert len(symmetry.orders) > 1
+    node = Node(admitted(world))
+    node.faults = world.faults
+    for _ in range(120):
+        key, order = codec.pack(node), draw.choice(symmetry.orders)
+        turned = symmetry.permuted(key, order)
+        able = moves.enabled(world, node)
+        if not able:
+            break
+        move = draw.choice(able)
+        who = move.who if move.kind in ON_GPUS or move.who < 0 else order.index(move.who)
+        twin = codec.load(turned)
+        [same] = [m for m in moves.enabled(world, twin) if m[:3] == (move.kind, who, move.rank) and m.cost == move.cost]
+        moves.apply(world, twin, same)
+        after = codec.pack(twin)
+        moves.apply(world, node, move)
+        assert after == symmetry.permuted(codec.pack(node), order), move
+
+
+def test_the_state_kept_is_one_of_its_orbit_and_the_permutation_leads_there() -> None:
+    world = ALIKE[1]
+    codec, symmetry, draw = Codec(world), Symmetry(world), random.Random(1)
+    node = Node(admitted(world))
+    kept_as_they_are = 0
+    for _ in range(300):
+        key = codec.pack(node)
+        kept, turn = symmetry.canonical(key)
+        assert symmetry.permuted(key, symmetry.orders[turn]) == kept
+        assert {symmetry.canonical(symmetry.permuted(key, order))[0] for order in symmetry.orders} == {kept}
+        kept_as_they_are += not turn
+        moves.apply(world, node, draw.choice(moves.enabled(world, node)))
+    assert 0 < kept_as_they_are < 300
+
+
+@pytest.mark.parametrize(
+    "world", [World(), World(gpus=4, tp=(1, 2)), World(pipelines=3, start=Start.INCIDENT), World(symmetry=False)]
+)
+def test_pipelines_that_differ_are_not_taken_for_each_other(world: World) -> None:
+    assert Symmetry(world).orders == [tuple(range(world.pipelines))]
+
+
+def test_orbits_unfold_to_the_whole_graph() -> None:
+    """As many states and transitions of each class, and the same verdict."""
+    whole, orbits = Graph(World(gpus=1, pipelines=2, symmetry=False)), Graph(World(gpus=1, pipelines=2))
+    for graph in (whole, orbits):
+        search.explore(graph, WHOLE)
+    unfolded = Unfolded(orbits)
+    symmetry = orbits.symmetry
+    fixed = sum(symmetry.permuted(key, (1, 0)) == key for key in orbits.keys)
+    assert 2 * len(orbits.keys) - fixed == len(whole.keys)
+    assert fixed < 5, "then the graphs are as good as equal"
+    found, wanted = Counter(unfolded.classes), Counter(whole.classes)
+    assert set(found) == set(wanted)
+    assert all(0 <= found[kind] - wanted[kind] <= 4 * fixed for kind in found)
+    assert liveness.first_stuck(unfolded) is None and liveness.first_stuck(whole) is None
+
+
+def test_a_wait_that_never_ends_is_found_among_orbits_and_told_by_name() -> None:
+    for symmetry in (False, True):
+        world = World(gpus=1, pipelines=2, demand=DemandPolicy.SIGNAL, symmetry=symmetry)
+        verdict = prove(Graph(world), WHOLE)
+        assert verdict.outcome == STUCK
+        assert verdict.story, "the shortest run, with everybody's name"
 
 
 # --- proofs -----------------------------------------------------------------------------------------------
@@ -197,6 +288,28 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_graph(tmp_path) -> None:
     at_once = Graph(world)
     search.explore(at_once, WHOLE)
     assert (again.keys, again.targets, again.classes) == (at_once.keys, at_once.targets, at_once.classes)
+
+
+def test_a_search_that_was_killed_goes_on_from_where_it_last_saved(tmp_path) -> None:
+    """Not stopped: killed, so that it can say no goodbye."""
+    file = tmp_path / "one.search"
+    options = ["--gpus", "1", "--pipelines", "2", "--faults", "1", "--quiet", "--resume", str(file)]
+    search_ = subprocess.Popen([sys.executable, "-m", "scenarios.verify", *options, "--save-every", "0"])
+    try:
+        while not file.exists() and search_.poll() is None:
+            time.sleep(0.05)
+    finally:
+        search_.send_signal(signal.SIGKILL)
+        search_.wait()
+    world = World(gpus=1, pipelines=2, faults=1)
+    again, at_once = resume(world, file), Graph(world)
+    known = again.expanded
+    assert known > 0 and not again.complete
+    search.explore(again, len(again.keys) + 500)
+    search.explore(at_once, len(again.keys))
+    least = min(again.first_out[-1], at_once.first_out[-1])
+    assert least > again.first_out[known], "it has gone on"
+    assert again.targets[:least] == at_once.targets[:least] and again.keys[:known] == at_once.keys[:known]
 
 
 def test_a_search_of_another_world_is_not_taken_up(tmp_path) -> None:

@@ -4,6 +4,7 @@ Every duration and size below is what the tests count with: all phases take whol
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -73,6 +74,9 @@ class Hands:
         self.pipeline = pipeline
         self.spec = next(job.spec for job in scenario.jobs if job.spec.id == pipeline)
         self.epoch = 1
+        self.batch = 0
+        self.version = 0
+        """What was published when the test began."""
         self.number = 0
 
     def _next(self) -> int:
@@ -95,12 +99,14 @@ class Hands:
         return await self.do(actions.WakeEngine, rank, epoch, gpus=self.spec.infer.bundle(rank), cold=cold)
 
     async def sync(
-        self, rank: int = 0, version: int = 0, how: Emptying = Emptying.ABORT, drain: float = 0
+        self, rank: int = 0, version: int | None = None, how: Emptying = Emptying.ABORT, drain: float = 0
     ) -> str | None:
+        """To `version`; None: what was published when the test began."""
+        version = self.version if version is None else version
         return await self.do(actions.SyncEngine, rank, version=version, emptying=how, drain=int(drain * SECOND))
 
-    async def open(self, rank: int = 0, version: int = 0, epoch: int | None = None) -> str | None:
-        return await self.do(actions.OpenGate, rank, epoch, version=version)
+    async def open(self, rank: int = 0, version: int | None = None, epoch: int | None = None) -> str | None:
+        return await self.do(actions.OpenGate, rank, epoch, version=self.version if version is None else version)
 
     async def sleep(self, rank: int = 0, how: Emptying = Emptying.ABORT, drain: float = 0) -> str | None:
         return await self.do(actions.SleepEngine, rank, emptying=how, drain=int(drain * SECOND))
@@ -123,7 +129,7 @@ class Hands:
             )
         )  # fmt: skip
 
-    async def serve(self, rank: int = 0, version: int = 0) -> None:
+    async def serve(self, rank: int = 0, version: int | None = None) -> None:
         """From asleep, or synced to another version, to routable."""
         assert await self.wake(rank) is None
         assert await self.sync(rank, version) is None
@@ -137,7 +143,7 @@ class Hands:
     async def initialise(self) -> None:
         """As a pipeline begins: workers up, version 0 published, everything asleep."""
         await self.phase("init")
-        await self.phase("publish", version=0)
+        await self.phase("publish", version=self.version)
         await self.phase("offload")
 
     async def train(self, version: int) -> None:
@@ -150,23 +156,81 @@ class Hands:
         self,
         trajectory: int = 0,
         rank: int = 0,
-        batch: int = 0,
+        batch: int | None = None,
         attempt: int = 0,
         prefix: tuple[tuple[int, int], ...] = (),
     ) -> Generation:
         return await self.backend.generate(
             Attempt(
-                pipeline=self.pipeline, batch=batch, trajectory=trajectory, attempt=attempt, dp_rank=rank, prefix=prefix
+                pipeline=self.pipeline, batch=self.batch if batch is None else batch, trajectory=trajectory,
+                attempt=attempt, dp_rank=rank, prefix=prefix,
             )
-        )
+        )  # fmt: skip
 
     def start(self, *args: Any, **fields: Any) -> "asyncio.Task[Generation]":
         """The same, in a task of its own."""
         return asyncio.get_running_loop().create_task(self.generate(*args, **fields))
 
 
-class SimWorld(Hands):
-    """Hands in the simulator, with what it reported and a view of its devices."""
+class World(Hands, ABC):
+    """Hands in a whole world, with eyes: what the suite of the plugin contract needs of every backend.
+
+    What takes time is waited for by what it leads to. How the world gets there is its own business: the simulator
+    advances its clock, a real world looks.
+    """
+
+    scenario: Scenario
+    seen: list[tuple[int, events.AnyEvent]]
+    """What the backend reported, with the time (ns)."""
+    updates_in_flight: bool
+    """Whether engines take new weights while requests run (`Emptying.KEEP`)."""
+
+    @property
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on the backend's clock."""
+
+    @abstractmethod
+    def free(self, gpu: int) -> int:
+        """Bytes that a GPU shows free."""
+
+    @abstractmethod
+    def used(self) -> int:
+        """Bytes in use anywhere, on GPUs and hosts."""
+
+    @abstractmethod
+    def engine_bytes(self, rank: int) -> int:
+        """Bytes that one engine of this pipeline holds on its first GPU."""
+
+    @abstractmethod
+    async def arrived(self) -> None:
+        """Until whatever was asked for so far is with whoever it was asked of."""
+
+    @abstractmethod
+    async def decoding(self, running: int, waiting: int = 0, rank: int = 0, pipeline: str | None = None) -> None:
+        """Until so many requests of an engine have generated something, and so many wait for their turn."""
+
+    @abstractmethod
+    async def roll_out(self) -> None:
+        """Let there be a batch to train on, where training needs one. Engine 1 may be used for that."""
+
+    @abstractmethod
+    async def hang_trainer(self) -> None:
+        """From now on the trainer answers nothing."""
+
+    @abstractmethod
+    async def left(self) -> list[str]:
+        """What is left of everything, once the backend is closed."""
+
+    def peer(self, pipeline: str) -> Hands:
+        """Hands in another pipeline."""
+        return Hands(self.backend, self.scenario, pipeline)
+
+
+class SimWorld(World):
+    """The simulator."""
+
+    updates_in_flight = True
 
     backend: SimBackend
 
@@ -200,8 +264,27 @@ class SimWorld(Hands):
     def held(self, gpu: int, owner: str) -> dict[str, int]:
         return {kind.value: size for kind, size in self.backend.world.memory.gpus[gpu].held.get(owner, {}).items()}
 
-    def peer(self, pipeline: str) -> Hands:
-        return Hands(self.backend, self.scenario, pipeline)
+    def engine_bytes(self, rank: int) -> int:
+        return sum(self.held(self.spec.infer.bundle(rank)[0], f"{self.pipeline}/{rank}").values())
+
+    async def arrived(self) -> None:
+        await pass_time(1)
+
+    async def decoding(self, running: int, waiting: int = 0, rank: int = 0, pipeline: str | None = None) -> None:
+        await pass_time(1)
+        engine = self.backend.crew(pipeline or self.pipeline).engine(rank)
+        assert engine is not None
+        assert (len(engine.running), len(engine.waiting)) == (running, waiting)
+
+    async def roll_out(self) -> None:
+        """Training needs no samples."""
+
+    async def hang_trainer(self) -> None:
+        self.backend.crew(self.pipeline).actor.hang()
+
+    async def left(self) -> list[str]:
+        await pass_time(1000)
+        return [f"{self.used()} bytes"] if self.used() else []
 
 
 def in_sim(scenario: Scenario, test: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:

@@ -23,11 +23,12 @@ from backends.ray_gpu import cluster, wire
 from backends.ray_gpu.checkpoints import checkpoint_of, left_of, read_progress
 from backends.ray_gpu.checks import check_scenario
 from backends.ray_gpu.clock import RealClock
-from backends.ray_gpu.devices.budget import budget_of
+from backends.ray_gpu.devices.budget import cards_of
 from backends.ray_gpu.needs import adapted
 from backends.ray_gpu.places import DESK, namespace_of, trainer_name
 from backends.ray_gpu.plan import CrewPlan
 from backends.ray_gpu.record import Record
+from backends.ray_gpu.ways import direct_ranks, ways_of
 from core import actions, events
 from core.backend import Attempt, Emit, Generation, Outcome, Phase
 from core.config import Fault, Scenario
@@ -39,6 +40,7 @@ from core.topology import check_world
 T = TypeVar("T")
 SETTLE_NS = 2_000_000_000
 """How long a real world may take to settle before an idle GPU is asked about, and how late telemetry may be."""
+OVER = "the backend is closed"
 
 
 class RayBackend:
@@ -58,7 +60,7 @@ class RayBackend:
         scenario: Scenario,
         *,
         device: str = "cpu",
-        devices: Iterable[int] | None = None,
+        devices: Iterable[int | str] | None = None,
         address: str | None = None,
         output: str | Path | None = None,
         verify_weights: bool = False,
@@ -68,13 +70,14 @@ class RayBackend:
         resume: str | Path | None = None,
     ) -> None:
         check_scenario(scenario, transport)
-        scenario = adapted(scenario, device, budget_of(device, tuple(devices or ()), scenario.cluster, address))
+        cards = cards_of(device, tuple(devices or ()), scenario.cluster, address)
+        scenario = adapted(scenario, device, cards.budget)
         check_world(scenario)
-        options = wire.ClusterOptions(device=device, devices=tuple(devices or ()), heartbeat_s=heartbeat_s)
+        options = wire.ClusterOptions(device=device, devices=cards.indices, heartbeat_s=heartbeat_s)
         common = CrewPlan(
-            job=scenario.jobs[0], seed=scenario.seed, device=device, verify_weights=verify_weights,
-            caller_path=(os.getcwd(),), output="" if output is None else str(output),
-            checkpoint_every=checkpoint_every,
+            job=scenario.jobs[0], seed=scenario.seed, device=device, transport=transport,
+            verify_weights=verify_weights, caller_path=(os.getcwd(),),
+            output="" if output is None else str(output), checkpoint_every=checkpoint_every,
         )  # fmt: skip
         crews = [_going_on(msgspec.structs.replace(common, job=job), resume) for job in scenario.jobs]
         scenario = msgspec.structs.replace(scenario, jobs=tuple(crew.job for crew in crews))
@@ -87,9 +90,23 @@ class RayBackend:
             cluster.disconnect()
             raise
         self.scenario = self._joined.scenario
+        on_gpus = sorted(self._joined.devices.items()) if device == "cuda" else ()
+        self.remarks = tuple(f"GPU {gpu} is {what}" for gpu, what in on_gpus)
+        """What whoever starts a run should know of the machine."""
         self.clock = RealClock(self._joined.epoch_ns)
         self._jobs = {job.spec.id: job for job in self.scenario.jobs}
+        self._borrowers = {
+            job.spec.id: direct_ranks(
+                ways_of(msgspec.structs.replace(common, job=job), scenario.cluster, options.devices)
+            )
+            for job in self.scenario.jobs
+        }
+        """Engines that may take weights from the trainer's memory, by pipeline."""
+        self._published: dict[str, int] = {}
+        """Version that the trainer offers to them, by pipeline, until it offloads."""
         self._left = False
+        self._over: asyncio.Future[None] | None = None
+        """Done when no worker will answer any more."""
         try:
             self._record = Record(output, self.scenario)
         except BaseException:
@@ -134,13 +151,17 @@ class RayBackend:
     async def open(self, emit: Emit) -> None:
         """Ready to go; from now on faults happen."""
         self._emit = emit
+        self._over = asyncio.get_running_loop().create_future()
         self._harm = [asyncio.create_task(self._inject(fault)) for fault in self.scenario.faults]
 
     async def close(self) -> None:
-        """Leave the control plane; take it and the cluster down if nobody else is there."""
+        """Leave the control plane; take it and the cluster down if nobody else is there. What was asked of workers ends
+        as failed: Ray itself tells nobody who still waits when it is left."""
         self._emit = None
         for task in [*self._harm, *self._notes]:
             task.cancel()
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
         await asyncio.to_thread(self.abandon)
 
     def abandon(self) -> None:
@@ -200,13 +221,27 @@ class RayBackend:
         began = time.monotonic()
         async with self._call():
             if phase == "init":
-                failure = await self._joined.control.launch.remote(pipeline, epoch)
+                if self._left:
+                    raise OperationFailed(OVER)
+                for known in [key for key in self._handles if key[0] == pipeline]:
+                    del self._handles[known]  # of workers before these
+                failure = await self._answer(self._session.ask("launch", pipeline, epoch))
                 if failure is not None:
                     raise OperationFailed(failure)
                 figures: dict[str, float] = {}
             else:
+                if phase == "offload":
+                    await self._let_borrow(pipeline)
                 figures = await self._trainer_phase(pipeline, role, phase, epoch, version)
+                if phase == "publish":
+                    self._published[pipeline] = version
         self._record.phase(pipeline, phase, version, time.monotonic() - began, figures)
+
+    async def _let_borrow(self, pipeline: str) -> None:
+        """Before the trainer offloads what it just published: engines that can take it from there are being synced."""
+        version = self._published.pop(pipeline, None)
+        if version is not None and self._borrowers[pipeline]:
+            await self._answer(self._session.synced(pipeline, version, self._borrowers[pipeline]))
 
     async def _trainer_phase(
         self, pipeline: str, role: Role, phase: Phase, epoch: int, version: int
@@ -219,27 +254,49 @@ class RayBackend:
         known: dict[str, float] = {}
         try:
             if phase in ("train", "log_probs"):
+                if pipeline not in self._taken:
+                    raise OperationFailed("no batch was taken yet")
                 batch, trajectories = self._taken[pipeline]
                 rows, figures = self._desk(pipeline).rows.options(num_returns=2).remote(batch, trajectories)
-                known = await figures
-            ranks = range(len(group.gpus))
+                known = await self._by(DESK, figures)
             results = await asyncio.gather(
-                *(self._trainer(pipeline, role, rank).phase.remote(phase, epoch, version, rows) for rank in ranks)
+                *(
+                    self._by(name, self._handle(pipeline, name).phase.remote(phase, epoch, version, rows))
+                    for name in (trainer_name(role, rank) for rank in range(len(group.gpus)))
+                )
             )
             if phase == "train":
                 self._desk(pipeline).closed.remote(batch)
-        except _ray_errors() as error:
-            raise OperationFailed(f"{pipeline}: {phase} failed: {_line(error)}") from error
+        except OperationFailed as error:
+            raise OperationFailed(f"{pipeline}: {phase} failed: {error}") from error
         return {**known, **results[0]}
 
-    def _trainer(self, pipeline: str, role: Role, rank: int) -> Any:
-        return self._handle(pipeline, trainer_name(role, rank))
+    async def _by(self, worker: str, asked: Any) -> Any:
+        """What a worker answers. Raises OperationFailed, with its name."""
+        try:
+            return await self._answer(asked)
+        except _ray_errors() as error:
+            raise OperationFailed(f"{worker}: {_line(error)}") from error
+
+    async def _answer(self, asked: Awaitable[T]) -> T:
+        """What comes of a call. Raises OperationFailed if the backend is closed meanwhile."""
+        assert self._over is not None, "the backend is not open"
+        call = asyncio.ensure_future(asked)
+        try:
+            await asyncio.wait((call, self._over), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise OperationFailed(OVER)
+            return call.result()
+        finally:
+            call.cancel()
 
     def _desk(self, pipeline: str) -> Any:
         return self._handle(pipeline, DESK)
 
     def _handle(self, pipeline: str, name: str) -> Any:
         """A worker by name. Raises OperationFailed if there is none."""
+        if self._left:
+            raise OperationFailed(OVER)  # asked now, Ray would start another cluster
         import ray
 
         key = pipeline, name
@@ -259,15 +316,22 @@ class RayBackend:
     async def generate(self, attempt: Attempt) -> Generation:
         """One trajectory, or the rest of one, on a routable engine. Cancelling it aborts the request."""
         packed = msgspec.msgpack.encode(attempt)
-        desk = self._desk(attempt.pipeline)
+        try:
+            desk = self._desk(attempt.pipeline)
+        except OperationFailed as gone:
+            return Generation(status="failed", reason=str(gone))
         self._decodes(attempt, 1)
         try:
             async with self._call():
-                return msgspec.msgpack.decode(await desk.generate.remote(packed), type=Generation)
+                answer = await self._answer(desk.generate.remote(packed))
+                return msgspec.msgpack.decode(answer, type=Generation)
+        except OperationFailed as error:
+            return Generation(status="failed", reason=str(error))
         except _ray_errors() as error:
             return Generation(status="failed", reason=_line(error))
         except asyncio.CancelledError:
-            desk.cancel.remote(packed)
+            if not self._left:
+                desk.cancel.remote(packed)
             raise
         finally:
             self._decodes(attempt, -1)

@@ -9,6 +9,7 @@ from backends.ray_gpu.models.folder import check_folder
 from backends.ray_gpu.models.resolve import BUILT_IN, is_hub_id
 from backends.ray_gpu.places import models
 from backends.ray_gpu.prompts import load_prompts
+from backends.ray_gpu.weights.choice import ASKED
 from core.config import Job, Scenario
 from core.errors import ConfigError
 from core.model import Cluster, Role
@@ -28,17 +29,10 @@ except ConfigError as error:
 """
 
 
-TRANSPORTS = ("auto", "cache")
-"""How weights reach an engine: through the node's cache in shared memory."""
-
-
 def check_scenario(scenario: Scenario, transport: str) -> None:
     """Raises ConfigError for the first thing that cannot be run for real."""
-    if transport not in TRANSPORTS:
-        raise ConfigError(
-            "--transport", f"{transport} is not used by this version",
-            "use cache: weights go through shared memory, in well under 0.1 s for a model of 0.3 GB",
-        )  # fmt: skip
+    if transport not in ASKED:
+        raise ConfigError("--transport", f"there is no {transport!r}", f"known: {', '.join(ASKED)}")
     for fault in scenario.faults:
         if fault.kind not in FAULTS:
             raise ConfigError(

@@ -6,13 +6,15 @@ Rules of this room:
    journal first and then to every driver.
 2. A driver is alive while it fetches. One that is silent for longer than its limit is dead: its pipelines have lost
    their client, and the scheduler takes back what they hold.
-3. If this process dies, Ray starts it again with the same arguments. It rebuilds itself from the journal, takes its
-   workers over by name, begins again what had no outcome, and tells each driver to start its fetches anew.
+3. If this process dies, Ray starts it again with the same arguments. It rebuilds itself from the journal (the last
+   snapshot and what came after it), takes its workers over by name, begins again what had no outcome, and tells each
+   driver to start its fetches anew.
 4. It is over when the last driver has left.
 """
 
 import asyncio
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -30,12 +32,12 @@ from core.config import Scenario
 from core.errors import RequestError, TurnstileError
 from core.model import Cluster, DemandPolicy, Record
 from core.service import Command, Service
-from core.trace import header_of
+from core.trace import Entry, header_of
 
 FETCH_WAIT_S = 2.0
 """How long a fetch waits for something to be there."""
 LOOK_S = 1.0
-"""Pause between two looks at who is silent."""
+"""Pause between two looks at who is silent, and at the length of the journal."""
 
 
 class Run(Record, frozen=True, kw_only=True):
@@ -118,7 +120,7 @@ class ControlPlane:
         opened = asyncio.Event()
         self._serving = asyncio.create_task(self._serve(opened))
         await opened.wait()
-        self._watch = asyncio.create_task(self._look_for_the_silent())
+        self._watch = asyncio.create_task(self._look())
 
     def _make_fleet(self) -> Fleet:
         return Fleet(self._places, self._cluster, self._options, self.clock)
@@ -142,13 +144,15 @@ class ControlPlane:
         with suppress(FileNotFoundError):
             for run in msgspec.msgpack.decode(self._places.runs.read_bytes(), type=list[Run]):
                 self._attach(run)
-        entries = self._journal.entries
-        if entries:
-            last = 0
-            for entry in self._journal.read():
-                last = entry.t
-            self.clock.catch_up(last)
-            self._service.restore(self._journal.read())
+        if self._journal.entries:
+            self.clock.catch_up(self._journal.latest_ns)
+            self._service.restore(self._caught_up(self._journal.read()), self._journal.known)
+
+    def _caught_up(self, entries: Iterator[Entry]) -> Iterator[Entry]:
+        """What happened was before now, whatever this machine's clock says."""
+        for entry in entries:
+            self.clock.catch_up(entry.t)
+            yield entry
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -180,6 +184,7 @@ class ControlPlane:
                 epoch_ns=self._epoch_ns,
                 now_ns=self.clock.now_ns(),
                 directory=str(self._places.disk),
+                devices=self._fleet.devices,
             )
         )
 
@@ -228,14 +233,19 @@ class ControlPlane:
                 task.cancel()
         await self._fleet.close()
 
-    async def _look_for_the_silent(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            for link in list(self._links.values()):
-                silence = loop.time() - link.heard
-                if silence > self._options.heartbeat_s:
-                    self._lost(link, f"its driver said nothing for {silence:.0f} s")
+            if self._journal.due:
+                with suppress(OSError):  # no room: then a restart reads more of the journal
+                    self._journal.keep(self._service.snapshot())
+            self._look_for_the_silent(asyncio.get_running_loop().time())
+
+    def _look_for_the_silent(self, now: float) -> None:
+        for link in list(self._links.values()):
+            silence = now - link.heard
+            if silence > self._options.heartbeat_s:
+                self._lost(link, f"its driver said nothing for {silence:.0f} s")
 
     def _lost(self, link: _Link, why: str) -> None:
         del self._links[link.run.run]

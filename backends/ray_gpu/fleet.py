@@ -82,7 +82,8 @@ class Fleet:
             ray.remote(NodeAgent)
             .options(
                 name=agent_name(node), namespace=CONTROL_NAMESPACE, get_if_exists=True, lifetime="detached",
-                max_restarts=-1, num_cpus=0, max_concurrency=1000, scheduling_strategy=self.affinity(node),
+                max_restarts=-1, max_task_retries=-1,  # whatever it is asked may be asked again
+                num_cpus=0, max_concurrency=1000, scheduling_strategy=self.affinity(node),
             )
             .remote(self._places.session, node, gpus, self._options.device, devices)
         )  # fmt: skip
@@ -103,9 +104,12 @@ class Fleet:
 
     def physical(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """The physical GPUs, on their own node, of logical ones; each once."""
-        own = tuple(range(self._cluster.gpus_per_node)) * self._cluster.nodes
-        devices = self._options.devices or own
-        return tuple(dict.fromkeys(devices[gpu] for gpu in gpus))
+        return tuple(dict.fromkeys(self.cards[gpu] for gpu in gpus))
+
+    @property
+    def cards(self) -> tuple[int, ...]:
+        """The physical GPU, on its own node, of each logical one."""
+        return self._options.devices or tuple(range(self._cluster.gpus_per_node)) * self._cluster.nodes
 
     async def close(self) -> None:
         """End every worker and agent; remove what they kept."""
@@ -151,8 +155,11 @@ class Fleet:
 
     async def launch(self, pipeline: str, epoch: int) -> None:
         """Start all workers of a pipeline; engines end asleep, the trainer loaded. Raises OperationFailed."""
-        await self._crew(pipeline).launch(epoch)
-        await self._report_memory(self._crew(pipeline).nodes)
+        try:
+            await self._crew(pipeline).launch(epoch)
+            await self._report_memory(self._crew(pipeline).nodes)
+        except ray.exceptions.RayError as error:
+            raise OperationFailed(f"{pipeline} could not start: {first_line(error)}") from error
 
     def _crew(self, pipeline: str) -> Crew:
         crew = self._crews.get(pipeline)

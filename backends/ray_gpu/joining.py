@@ -32,6 +32,8 @@ class Joined(NamedTuple):
     run: str
     scenario: Scenario
     epoch_ns: int
+    devices: dict[int, str]
+    """What each logical GPU really is."""
 
 
 def join(scenario: Scenario, options: wire.ClusterOptions, crews: list[CrewPlan]) -> Joined:
@@ -59,7 +61,7 @@ def join(scenario: Scenario, options: wire.ClusterOptions, crews: list[CrewPlan]
                 "--address", answer.refusal, "use the same cluster, policy and devices, or another cluster"
             )
         if not answer.closing:
-            return Joined(control, run, _renamed(scenario, answer.names), answer.epoch_ns)
+            return Joined(control, run, _renamed(scenario, answer.names), answer.epoch_ns, answer.devices)
         if time.monotonic() > deadline:
             raise ConfigError("--address", f"the control plane there has been closing for {CLOSING_S:g} s")
         time.sleep(0.2)  # another driver is just taking it down

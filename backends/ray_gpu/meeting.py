@@ -16,26 +16,28 @@ LOOPBACK = "127.0.0.1"
 
 
 def loopback_store(port: int, world: int, host: bool, timeout_s: float) -> Any:
-    """The store of `world` processes of this node that meet at `port`; `host`: this is the one that listens.
+    """The store of `world` processes of this node that meet at `port`; `host`: this is the one that listens. Port 0,
+    which is enough where nobody else is to come, is whichever is free.
 
     For `init_process_group(store=..., rank=..., world_size=...)`. Whoever comes with `tcp://127.0.0.1:port` meets them
     too. Raises OperationFailed if the port is taken.
     """
     import torch.distributed as dist
 
+    listener = _listen(port) if host else None
     return dist.TCPStore(
         LOOPBACK,
-        port,
+        listener.getsockname()[1] if listener else port,
         world,
         is_master=host,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=_listen(port) if host else None,
+        master_listen_fd=listener.detach() if listener else None,
     )
 
 
-def _listen(port: int) -> int:
-    """A socket that listens on loopback alone, as a file descriptor that nobody else owns."""
+def _listen(port: int) -> socket.socket:
+    """A socket that listens on loopback alone."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -44,4 +46,4 @@ def _listen(port: int) -> int:
         listener.close()
         raise OperationFailed(f"port {port} on loopback is taken: {error}") from error
     listener.listen()
-    return listener.detach()
+    return listener

@@ -89,7 +89,7 @@ class NodeAgent:
         return ended
 
     async def free_ports(self, count: int) -> list[int]:
-        """Ports on loopback that nobody listens on now. They are not reserved; whoever finds one taken asks again."""
+        """Ports on loopback that nobody listens on now. Not reserved: who finds one taken fails and says so."""
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
         ports = [one.getsockname()[1] for one in sockets]
         for one in sockets:

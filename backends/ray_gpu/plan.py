@@ -12,6 +12,8 @@ class CrewPlan(Record, frozen=True, kw_only=True):
     seed: int
     """Of the run; every random draw of the workers is keyed by it."""
     device: str = "cpu"
+    transport: str = "auto"
+    """How weights are to reach engines (`weights.choice.ASKED`)."""
     verify_weights: bool = False
     """Compare every synced engine tensor by tensor with what was published."""
     caller_path: tuple[str, ...] = ()

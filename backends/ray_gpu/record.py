@@ -2,6 +2,7 @@
 
     OUTPUT/<pipeline>.jsonl    {"at_s", "phase", "version", "seconds", "reward", "loss", ...} a line
 
+An engine that loaded weights has a line too (`sync`): which way they came, and why not another.
 Seconds count from the beginning of the run. Without a folder nothing is written; the figures are still kept for the
 summary.
 """
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from core import events
 from core.config import Scenario
 from core.errors import ConfigError
+from core.units import NS_PER_S
 
 
 class Record:
-    """A listener, too: it says nothing of the log's entries, and lives as long as they come."""
+    """A listener, too: of the log it keeps how weights came to engines."""
 
     def __init__(self, output: str | Path | None, scenario: Scenario) -> None:
         """Raises ConfigError if the folder cannot be made."""
@@ -35,7 +38,11 @@ class Record:
         except OSError as error:
             raise ConfigError("--output", f"{output} cannot be written: {error.strerror}") from error
 
-    def __call__(self, i: int, t_ns: int, cause: int, item: Any) -> None: ...
+    def __call__(self, i: int, t_ns: int, cause: int, item: Any) -> None:
+        if isinstance(item, events.WeightsLoaded):
+            what = {"dp_rank": item.dp_rank, "transport": item.transport, "meant": item.meant, "why": item.why}
+            line = {"phase": "sync", "version": item.version, "seconds": round(item.took / NS_PER_S, 4), **what}
+            self._write(item.pipeline, line)
 
     def phase(self, pipeline: str, phase: str, version: int, seconds: float, figures: dict[str, float]) -> None:
         """One phase is over."""

@@ -27,6 +27,7 @@ from backends.ray_gpu.clock import RealClock
 from core import actions, events
 from core.config import Trigger
 from core.errors import InvariantBroken, OperationFailed
+from core.ledger import EngineState
 from core.model import Cluster, DemandPolicy
 from core.port import Port
 from core.scheduler import Decision, decide, new_state
@@ -180,6 +181,26 @@ class Session:
     async def said(self) -> None:
         """Wait until everything said so far is in the log."""
         while self._out or self._unheard or self._answered:
+            self._came.clear()
+            await self._came.wait()
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the control plane that may be called twice; again, if it died before it answered."""
+        while True:
+            try:
+                return await getattr(self._control, method).remote(*arguments)
+            except ray.exceptions.RayActorError:
+                await asyncio.sleep(RETRY_S)  # whether it comes back at all is `_listen`'s to say
+            except ray.exceptions.RayTaskError as error:
+                raise _cause(error) from error
+
+    async def synced(self, pipeline: str, version: int, ranks: Iterable[int]) -> None:
+        """Wait until the scheduler knows of a published version, and none of these engines is being synced. An engine
+        that does something else when it hears of the version is not waited for, and a pipeline that ended has none."""
+        while (book := self.state.ledger.books.get(pipeline)) is not None and book.alive:
+            engines = [book.engines[rank] for rank in ranks]
+            if book.published >= version and all(engine.state is not EngineState.SYNCING for engine in engines):
+                return
             self._came.clear()
             await self._came.wait()
 

@@ -55,6 +55,8 @@ class JoinAnswer(Record, frozen=True, kw_only=True):
     epoch_ns: int = 0
     now_ns: int = 0
     directory: str = ""
+    devices: dict[int, str] = msgspec.field(default_factory=dict)
+    """What each logical GPU really is."""
 
 
 # --- driver to control plane --------------------------------------------------------------------------------

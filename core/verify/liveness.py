@@ -18,7 +18,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from core.verify.moves import CLASSES, COMPLETES, OPERATES, UNFAIR
-from core.verify.search import FAULT, Graph
+from core.verify.search import FAULT
+from core.verify.search import Graph as Whole
+from core.verify.symmetry import Unfolded
+
+Graph = Whole | Unfolded
 
 
 class Wait(NamedTuple):
@@ -40,7 +44,7 @@ class Stuck(NamedTuple):
 
 
 def waits(graph: Graph) -> list[Wait]:
-    return [Wait(number, lease) for number in range(graph.world.pipelines) for lease in (False, True)]
+    return [Wait(number, lease) for number in graph.asked for lease in (False, True)]
 
 
 def first_stuck(graph: Graph) -> Stuck | None:

@@ -214,11 +214,6 @@ def _forget(node: Node) -> None:
             del operations[number]
 
 
-def undo_tick(node: Node) -> None:
-    """Take a tick back; nothing but the clock has changed."""
-    node.now -= TICK + 1
-
-
 def _must_please(node: Node, decision: Decision) -> None:
     """As long as nothing has gone wrong, no client is refused anything, and none fails."""
     for reply in decision.replies:

@@ -14,6 +14,7 @@ from core.ledger import UP, Engine, EngineState, Gpu, Hold, Lease, Phase, Pipeli
 from core.model import BatchState, DemandPolicy, Priority, Role
 from core.regions import Regions
 from core.state import Clearing, State
+from core.turns import rests_until
 from core.verify.node import Node
 from core.verify.world import OLDEST, TICK, World, admitted
 
@@ -23,7 +24,6 @@ PRIORITIES = tuple(Priority)
 HOLDS = tuple(Hold)
 PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}
 STATE_CODE = {state: code for code, state in enumerate(STATES)}
-HOLD_CODE = {hold: code for code, hold in enumerate(HOLDS)}
 OPERATIONS = (
     None, actions.WakeEngine, actions.SyncEngine, actions.OpenGate, actions.SleepEngine, actions.KillEngine
 )  # fmt: skip
@@ -44,6 +44,11 @@ ENGINE = 4
 # The first two bytes of an engine that is asleep.
 ASLEEP = STATE_CODE[EngineState.ASLEEP]
 NOTHING = NO_AGE | NO_LAG << 2
+AGEING = frozenset(STATE_CODE[state] for state in UP)
+WATCHED = frozenset((HOLDS.index(Hold.CLEARING), HOLDS.index(Hold.QUARANTINED)))
+UNUSED = (ASLEEP, NOTHING, 0, 0)
+NO_ORDER: dict[int, int] = {}
+HUNGER = due(0, Priority.GENERATION)
 
 # Numbers of actions in flight: one at a time for each engine, GPU, and pipeline.
 STOP, MEMORY, FIRST_ENGINE, NEXT = 1, 20, 30, 200
@@ -79,6 +84,7 @@ class Codec:
     def pack(self, node: Node) -> bytes:
         state = node.state
         tick = node.now // TICK
+        today = tick * TICK
         review = 0
         if state.review_at >= 0:
             review = 1 + max(0, state.review_at // TICK - tick)
@@ -87,18 +93,18 @@ class Codec:
         for number, book in enumerate(node.books):
             self._pack_book(out, node, number, book)
             self._pack_engines(out, state, book, tick)
-            if book.hungry_since >= 0:
-                aged = book.hungry_since // TICK < tick
-                dues.append((due(book.hungry_since, Priority.GENERATION), number | aged << 7))
-            for request in book.requests.values():
-                aged = request.filed_at // TICK < tick
-                dues.append((request.due, number | 64 | aged << 7))
+            since = book.hungry_since
+            if since >= 0:
+                dues.append((since + HUNGER, number if since >= today else number | 128))
+            if book.requests:
+                for request in book.requests.values():
+                    dues.append((request.due, number | 64 if request.filed_at >= today else number | 192))
         for gpu in state.ledger.gpus:
             hold = gpu.hold
             if hold is Hold.CLEARING or hold is Hold.QUARANTINED:
                 out += self._pack_clearing(state, gpu)
             else:
-                out.append(HOLD_CODE[hold] | gpu.given_up << 3)
+                out.append((hold is Hold.HELD) | gpu.given_up << 3)  # no node leaves, so none is lost
         dues.sort()
         for _, code in dues:
             out.append(code)
@@ -108,18 +114,17 @@ class Codec:
 
     def _pack_book(self, out: list[int], node: Node, number: int, book: PipelineBook) -> None:
         held = asked = clearing = 0
-        for lease in book.leases.values():
-            held += 1 + lease.priority
-        for request in book.requests.values():
-            asked += 1 + request.priority | request.promised << 4
-        if len(book.leases) + len(book.requests) > 1:
-            raise InvariantBroken(f"{book.id} has more than one lease or request")
-        for gpu in book.clearing:
-            clearing |= 1 << gpu
+        if book.leases or book.requests:
+            held, asked = self._wants(book)
+        if book.clearing:
+            for gpu in book.clearing:
+                clearing |= 1 << gpu
         stop = 0 if not book.stop else 1 if book.stop > 0 else 2
+        rests = book.gave_way_at >= 0 and rests_until(book, book.gave_way_at) > node.now
         active, batches = node.active[number], book.batches
         out += (
-            node.at[number] | book.allocation << 4 | (book.published >= 0) << 5 | (book in node.state.unmet) << 6,
+            node.at[number] | book.allocation << 4 | (book.published >= 0) << 5 | (book in node.state.unmet) << 6
+            | rests << 7,
             PHASE_CODE[book.phase] | stop << 3 | book.releasing << 5 | book.leave_asked << 6 | book.degraded << 7,
             held,
             asked | len(batches) << 5,
@@ -132,16 +137,31 @@ class Codec:
             out.append(batch.delivered)
 
     @staticmethod
+    def _wants(book: PipelineBook) -> tuple[int, int]:
+        """What it holds, and what it asks for: at most one of the two, and once."""
+        held = asked = 0
+        for lease in book.leases.values():
+            held += 1 + lease.priority
+        for request in book.requests.values():
+            asked += 1 + request.priority | request.promised << 4
+        if len(book.leases) + len(book.requests) > 1:
+            raise InvariantBroken(f"{book.id} has more than one lease or request")
+        return held, asked
+
+    @staticmethod
     def _said(book: PipelineBook) -> int:
         return book.signal | (0 if book.reported is None else 1 + book.reported) << 1
 
     def _pack_engines(self, out: list[int], state: State, book: PipelineBook, tick: int) -> None:
         promised, unserving = state.ledger.promised, state.ledger.unserving
-        order = self._order(book)
+        order = self._order(book) if len(book.up) > 1 else NO_ORDER
         for rank, engine in enumerate(book.engines):
             where, deaths = engine.state, engine.deaths
             if where is EngineState.ASLEEP and not (engine.operation or deaths or engine.strikes or engine.disabled):
-                out += (ASLEEP, NOTHING | (engine in promised) << 6, 0, order.get(rank, 0))
+                if engine in promised:
+                    out += (ASLEEP, NOTHING | 64, 0, order.get(rank, 0))
+                else:
+                    out += UNUSED
                 continue
             operation = detail = 0
             if engine.operation:
@@ -167,8 +187,6 @@ class Codec:
     @staticmethod
     def _order(book: PipelineBook) -> dict[int, int]:
         """Of engines that have completed nothing, which served first, or was promised first: a turn may rest on it."""
-        if len(book.up) < 2:
-            return {}
         served = [(e.routable_since, rank) for rank, e in book.up.items() if e.routable_since >= 0 and not e.completed]
         served.sort()
         coming = [rank for rank, engine in book.up.items() if engine.routable_since < 0]
@@ -197,9 +215,28 @@ class Codec:
             watch = 1 if source is None else 2 if isinstance(source, Lease) else 3 + source.dp_rank
         timed = self._quarantines[gpu.id] in state.timers
         return (
-            HOLD_CODE[gpu.hold] | gpu.given_up << 3 | timed << 4,
+            (2 if gpu.hold is Hold.CLEARING else 3) | gpu.given_up << 3 | timed << 4,
             self._index[gpu.cleared_by] | watch << 4,
         )
+
+    def ticked(self, key: bytes) -> bytes:
+        """The state one tick later, in which nothing is different but ages: what packing it then would give."""
+        out = bytearray(key)
+        if out[1] > 1:
+            out[1] -= 1
+        place = 3
+        for book in self._books:
+            out[place] &= 127  # whoever gave way has rested
+            place += HEAD + (out[place + 3] >> 5)
+            for _ in book.engines:
+                if out[place] & 7 in AGEING and out[place + 1] & 3 < OLDEST:
+                    out[place + 1] += 1
+                place += ENGINE
+        for _ in range(self.world.gpus):
+            place += 2 if out[place] & 7 in WATCHED else 1
+        for due_at in range(place, len(out)):
+            out[due_at] |= 128
+        return bytes(out)
 
     # --- load ------------------------------------------------------------------------------------------
 
@@ -256,7 +293,7 @@ class Codec:
         (
             node.at[number], book.allocation, book.published, unmet, book.phase, stop, book.releasing,
             book.leave_asked, book.degraded, held, asked, batches, book.signal, book.reported, node.active[number],
-            clearing,
+            clearing, book.gave_way_at,
         ) = head  # fmt: skip
         state = node.state
         if unmet:
@@ -286,7 +323,7 @@ class Codec:
             first & 15, first & 16 > 0, VERSION if first & 32 else -1, first & 64 > 0,
             PHASES[second & 7], (0, 1, -1)[second >> 3 & 3], second & 32 > 0, second & 64 > 0, second & 128 > 0,
             held, asked & 31, asked >> 5, said & 1 > 0, (said >> 1) - 1 if said >> 1 else None, active | more << 8,
-            tuple(gpu for gpu in range(self.world.gpus) if clearing >> gpu & 1),
+            tuple(gpu for gpu in range(self.world.gpus) if clearing >> gpu & 1), NOW_TICK * TICK if first > 127 else -1,
         )  # fmt: skip
 
     def _load_batches(self, book: PipelineBook, delivered: bytes) -> None:

@@ -1,6 +1,6 @@
 """All reachable states, breadth first, so that the first way to a state is a shortest one.
 
-The graph is kept in flat arrays: a state costs its packed bytes and a few integers, a transition five bytes. A search
+The graph is kept in flat arrays: a state costs its packed bytes and a few integers, a transition six bytes. A search
 can be stopped at any number of states, saved, and taken up again where it stopped.
 """
 
@@ -15,6 +15,7 @@ from core.verify import moves, rules
 from core.verify.client import waits_for_lease, waits_for_rollout
 from core.verify.node import Node
 from core.verify.packing import Codec
+from core.verify.symmetry import Symmetry
 from core.verify.world import World
 
 FAULT = 254
@@ -35,6 +36,11 @@ class Graph:
         self.targets = array("I")
         self.classes = array("B")
         """Fairness class of each transition."""
+        self.symmetry = Symmetry(world)
+        self.turns = array("B")
+        """Of each transition, the number of the permutation that leads from the state it found to the one kept."""
+        self.asked = list(range(world.pipelines))
+        """The pipelines whose waits are looked at."""
         self.hungry = array("B")
         """Bit i: pipeline i is initialised and wants trajectories."""
         self.asking = array("B")
@@ -58,6 +64,13 @@ class Graph:
             self.parents.append(parent)
         return found
 
+    def edge(self, key: bytes, parent: int, kind: int) -> None:
+        """A transition of the state being expanded."""
+        kept, turn = self.symmetry.canonical(key)
+        self.targets.append(self.number(kept, parent))
+        self.classes.append(kind)
+        self.turns.append(turn)
+
     def out(self, state: int) -> Iterator[tuple[int, int]]:
         """Transitions of an expanded state: (target, class)."""
         for edge in range(self.first_out[state], self.first_out[state + 1]):
@@ -75,10 +88,10 @@ def explore(graph: Graph, most: int, progress: Callable[[Graph], None] = lambda 
     """Expand states until all are, a rule is broken, or there are `most`."""
     codec = Codec(graph.world)
     if not graph.keys:
-        graph.number(codec.first(), 0)
+        graph.number(graph.symmetry.canonical(codec.first())[0], 0)
     while not graph.complete and graph.broken is None and len(graph.keys) < most:
         _expand(graph, codec, graph.expanded)
-        if graph.expanded & 4095 == 0:
+        if graph.expanded & 1023 == 0:
             progress(graph)
 
 
@@ -94,6 +107,11 @@ def _expand(graph: Graph, codec: Codec, state: int) -> None:
     graph.asking.append(_bits(node, waits_for_lease))
     fresh = True
     for move in moves.enabled(world, node):
+        if move.kind == "tick":
+            later = codec.ticked(key)
+            if later != key:
+                graph.edge(later, state, move.fair)
+            continue
         if not fresh:
             node = codec.load(key)
         try:
@@ -103,18 +121,16 @@ def _expand(graph: Graph, codec: Codec, state: int) -> None:
             graph.broken = state, move, str(error)
             return
         fresh = False
-        if move.kind == "tick":
-            moves.undo_tick(node)
-            fresh = True
-            if found == key:
-                continue
-        graph.targets.append(graph.number(found, state))
-        graph.classes.append(FAULT if move.cost else move.fair)
+        graph.edge(found, state, FAULT if move.cost else move.fair)
     graph.first_out.append(len(graph.targets))
 
 
 def _bits(node: Node, waits: Callable[[Node, int], bool]) -> int:
-    return sum(1 << number for number in range(len(node.books)) if waits(node, number))
+    bits = 0
+    for number in range(len(node.books)):
+        if waits(node, number):
+            bits |= 1 << number
+    return bits
 
 
 # --- a search that goes on another day --------------------------------------------------------------------
@@ -129,14 +145,14 @@ class Saved(msgspec.Struct, array_like=True):
     arrays: list[bytes]
 
 
-VERSION = 1
-ARRAYS = ("parents", "first_out", "targets", "classes", "hungry", "asking")
+VERSION = 2
+ARRAYS = ("parents", "first_out", "targets", "classes", "turns", "hungry", "asking")
 
 
 def save(graph: Graph, file: Path) -> None:
     """Write the search so far, without a state that was only half expanded; a crash in between leaves the old file."""
     known, edges = graph.expanded, graph.first_out[-1]
-    whole = {"targets": edges, "classes": edges, "hungry": known, "asking": known}
+    whole = {"targets": edges, "classes": edges, "turns": edges, "hungry": known, "asking": known}
     arrays = [getattr(graph, name)[: whole.get(name)].tobytes() for name in ARRAYS]
     new = file.with_name(file.name + ".new")
     new.write_bytes(msgspec.msgpack.encode(Saved(VERSION, repr(tuple(graph.world)), graph.keys, arrays)))

@@ -81,6 +81,8 @@ class World(NamedTuple):
     staleness: int = 0
     coarse: bool = False
     """A sync with the opening of the gate, and a sleep with the look at memory, are one step each."""
+    symmetry: bool = True
+    """States that differ only in which of several like pipelines is which are walked once (`core.verify.symmetry`)."""
 
 
 def specs(world: World) -> tuple[PipelineSpec, ...]:

@@ -48,7 +48,7 @@ US = 1_000
 
 def fit(seen: Sequence[Observation], stretch: int = STRETCH) -> Cost:
     """A cost in ns (whole us) for what was observed at least once. `stretch`: numbers that belong together."""
-    first, usual = _apart(seen)
+    first, usual = first_apart(seen)
     cost = _fit(usual, stretch)
     if not first:
         return cost
@@ -89,7 +89,7 @@ def _mean_of(kind: str, a: int, b: int) -> float:
             return a
 
 
-def _apart(seen: Sequence[Observation]) -> tuple[list[int], Sequence[Observation]]:
+def first_apart(seen: Sequence[Observation]) -> tuple[list[int], Sequence[Observation]]:
     """The first of each process, if they are another matter, and the rest."""
     first = [one.took for one in seen if one.first]
     rest = [one for one in seen if not one.first]

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.mutants.detectors import DETECTORS, SEEDS, detect
 from tests.mutants.results import BASELINE, Results, cell, holes, table
 from tests.mutants.table import MUTANTS
-from tests.mutants.tree import BadMutant, Mutant, copied, mutated
+from tests.mutants.tree import BadMutant, Mutant, copied, digest, mutated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,16 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadMutant as bad:
         print(f"error: {bad}", file=sys.stderr)
         return 2
-    results = Results(options.json)
-    baseline: list[Mutant | None] = [] if options.names else [None]
-    for mutant in [*baseline, *chosen]:
-        if options.time is not None and time.monotonic() - began > options.time:
-            print("out of time; go on with the same --json")
-            break
-        _run(mutant, options, results)
-        if mutant is None and any(found.found for found in results.of(None).values()):
-            print("the unchanged packages are found guilty: what is found in a mutant would mean nothing")
-            return 1
+    with copied(None) as pristine:  # what is edited in the meantime is not judged
+        results = Results(options.json, digest(pristine))
+        baseline: list[Mutant | None] = [] if options.names else [None]
+        for mutant in [*baseline, *chosen]:
+            if options.time is not None and time.monotonic() - began > options.time:
+                print("out of time; go on with the same --json")
+                break
+            _run(mutant, pristine, options, results)
+            if mutant is None and any(found.found for found in results.of(None).values()):
+                print("the unchanged packages are found guilty: what is found in a mutant would mean nothing")
+                return 1
     if options.table is not None:
         options.table.write_text(table(chosen, results), encoding="utf-8")
     missed = holes(chosen, results)
@@ -65,12 +66,12 @@ def _detectors(text: str) -> tuple[str, ...]:
     return named
 
 
-def _run(mutant: Mutant | None, options: argparse.Namespace, results: Results) -> None:
+def _run(mutant: Mutant | None, pristine: Path, options: argparse.Namespace, results: Results) -> None:
     """Every detector that has not looked at it yet; a line for what they say."""
     todo = [detector for detector in options.by if detector not in results.of(mutant)]
     if not todo:
         return
-    with copied(mutant) as tree:
+    with copied(mutant, pristine) as tree:
         for detector in todo:
             results.put(mutant, detector, detect(tree, mutant, detector, options.seeds))
     row = results.of(mutant)

@@ -12,6 +12,7 @@ from tests.mutants.tree import Mutant, copied
 DETECTORS = ("unit", "property", "explorer", "verifier")
 SEEDS = 40
 """Of the explorer."""
+DIED = "the detector itself died"
 CPU_S = 90
 """Processor time of one detector. Without a mutant each takes a quarter of it: past it something goes round in circles,
 which is a way of being found."""
@@ -44,7 +45,7 @@ def detect(tree: Path, mutant: Mutant | None, detector: str, seeds: int = SEEDS,
         last = said.stderr.strip().splitlines()[-1:] or [f"exit code {said.returncode}"]
         if said.returncode in (-24, -9):
             return Found(True, f"hung: over {cpu_s} s of processor time", cpu_s=cpu_s)
-        return Found(True, f"the detector itself died: {last[0]}"[:200])
+        return Found(True, f"{DIED}: {last[0]}"[:200])
     told = json.loads(answer.read_text(encoding="utf-8"))
     return Found(**{name: told[name] for name in Found._fields if name in told})
 

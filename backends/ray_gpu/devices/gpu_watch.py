@@ -60,6 +60,8 @@ class GpuWatch:
         for gpu in self.world.gpus:
             reading = self.reading(gpu.id)
             how = "by process" if reading.method == "process" else f"by the card's total, because {reading.reason}"
+            if reading.method == "process" and not reading.tenants:
+                how += " where the driver names ours"  # nothing of ours is there yet to see it by
             foreign = f"; {len(reading.foreign)} foreign processes on it" if reading.foreign else ""
             told[gpu.id] = (
                 f"{show_gib(gpu.budget)} of card {gpu.index}, {self._names[gpu.uuid]}, {gpu.uuid}, read {how}{foreign}"

@@ -14,10 +14,11 @@ Rules of this room, kept by every engine:
 Nothing heavy is imported here: the driver knows these records too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from backends.ray_gpu.weights.manifest import Manifest
+from backends.ray_gpu.weights.transports import Meeting
 from core.model import Record
 
 TAGS = ("weights", "kv_cache", "graphs")
@@ -92,7 +93,7 @@ class Engine(Protocol):
 
     async def drain(self, limit_s: float) -> None:
         """Wait for the requests in flight, at most `limit_s` seconds, then abort the rest; returns when idle. Whatever
-        is asked for meanwhile ends as `aborted` at once."""
+        is asked for meanwhile ends as `aborted` at once, and so may what is queued and has not begun."""
         ...
 
     async def sleep(self, tags: tuple[str, ...] = TAGS) -> None:
@@ -108,6 +109,31 @@ class Engine(Protocol):
         """Load all parameters from the node's cache, every bucket's checksum checked; `verify`: then compare tensor by
         tensor. Raises `OperationFailed` (weights asleep, requests in flight, a checksum, name or shape that does not
         match)."""
+        ...
+
+    def ipc_label(self, manifest: Manifest) -> str:
+        """What the trainer is to write beside the handles that it exports for this engine
+        (`weights.transports.export_handles`)."""
+        ...
+
+    async def update_weights_ipc(
+        self, payloads: Sequence[bytes], manifest: Manifest, version: int, digest: int, verify: bool
+    ) -> None:
+        """As `update_weights`, from handles to the trainer's memory, a payload for each rank. The trainer keeps that
+        memory until this returns. `manifest` says what lies where in it; raises `OperationFailed` also if the bytes do
+        not have the trainer's `digest` (`weights.staged`). `verify`: then compare with the published copy."""
+        ...
+
+    async def join(self, meeting: Meeting) -> None:
+        """Form a process group with the trainer, for broadcasts. It outlives sleep. Raises `OperationFailed`."""
+        ...
+
+    async def leave(self) -> None:
+        """Give the group up, whatever state it is in; a no-op without one."""
+        ...
+
+    async def update_weights_broadcast(self, manifest: Manifest, version: int, digest: int, verify: bool) -> None:
+        """As `update_weights_ipc`, from the trainer's broadcast in the group, which it must be sending meanwhile."""
         ...
 
     async def fingerprint(self) -> dict[str, int]:

@@ -7,15 +7,20 @@ no bytes.)
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from backends.ray_gpu.engines.base import TAGS, EngineConfig, GenerateRequest, GenerateResult, Hold
 from backends.ray_gpu.engines.hf_batch import Batch, Ticket
 from backends.ray_gpu.engines.hf_kv import KvPool
 from backends.ray_gpu.engines.hf_model import HFModel
 from backends.ray_gpu.weights.manifest import Manifest
+from backends.ray_gpu.weights.reader import read
+from backends.ray_gpu.weights.staged import digest, tensors
+from backends.ray_gpu.weights.transports import Meeting, close_group, join_group, open_handles, receive
 from core.errors import ConfigError, OperationFailed, OutOfMemory
 
 T = TypeVar("T")
@@ -39,6 +44,8 @@ class HFEngine:
         self._whole = False
         """The weights are one version's, or the folder's: not garbage, not half-loaded."""
         self._control = asyncio.Lock()
+        self._group: Any = None
+        """Process group with the trainer, if one was formed."""
         self._in_flight: dict[Ticket, asyncio.Future[GenerateResult]] = {}
         self._held_back = 0
         """How many aborts and drains are under way."""
@@ -80,6 +87,8 @@ class HFEngine:
 
     async def drain(self, limit_s: float) -> None:
         with self._holding_back():
+            if self._batch is not None:
+                self._batch.send_back()
             await self._idle(limit_s)
             await self.abort()
 
@@ -100,6 +109,37 @@ class HFEngine:
             self._awake.update(coming)
 
     async def update_weights(self, manifest: Manifest, version: int, verify: bool) -> None:
+        await self._update(manifest, version, lambda: self._model.update(manifest, read(manifest), verify))
+
+    def ipc_label(self, manifest: Manifest) -> str:
+        return ""
+
+    async def update_weights_ipc(
+        self, payloads: Sequence[bytes], manifest: Manifest, version: int, digest: int, verify: bool
+    ) -> None:
+        def take() -> None:
+            (payload,) = payloads
+            self._load_direct(manifest, iter(open_handles(payload)), digest, verify)
+
+        await self._update(manifest, version, take)
+
+    async def join(self, meeting: Meeting) -> None:
+        async with self._control:
+            self._group = await _in_thread(lambda: join_group(meeting, 1))
+
+    async def leave(self) -> None:
+        async with self._control:
+            group, self._group = self._group, None
+            if group is not None:
+                await _in_thread(lambda: close_group(group, broken=True))
+
+    async def update_weights_broadcast(self, manifest: Manifest, version: int, digest: int, verify: bool) -> None:
+        if self._group is None:
+            raise OperationFailed("the engine is in no group with a trainer")
+        arriving = receive([bucket.nbytes for bucket in manifest.buckets], self._group, "cpu")
+        await self._update(manifest, version, lambda: self._load_direct(manifest, arriving, digest, verify))
+
+    async def _update(self, manifest: Manifest, version: int, load: Callable[[], None]) -> None:
         async with self._control:
             self._check_idle("load weights")
             if "weights" not in self._awake:
@@ -107,8 +147,21 @@ class HFEngine:
             if manifest.version != version:
                 raise OperationFailed(f"version {version} was to be loaded, and the manifest is of {manifest}")
             self.version, self._whole = -1, False
-            await _in_thread(lambda: self._model.update(manifest, verify))
+            await _in_thread(load)
             self.version, self._whole = version, True
+
+    def _load_direct(self, manifest: Manifest, buckets: Iterator[Tensor], digest_: int, verify: bool) -> None:
+        """Load what came from the trainer. Each bucket's digest is taken after it was read."""
+        read_: list[int] = []
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            for bucket, flat in zip(manifest.buckets, buckets, strict=True):
+                yield from tensors(bucket, flat)
+                read_.append(digest([flat]))
+
+        self._model.update(manifest, named(), verify)
+        if sum(read_) % 2**64 != digest_:
+            raise OperationFailed(f"the engine was given other bytes than the trainer's of {manifest}")
 
     async def fingerprint(self) -> dict[str, int]:
         async with self._control:

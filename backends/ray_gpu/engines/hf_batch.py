@@ -67,6 +67,8 @@ class Batch:
         self._max_running = max_running
         self._running: list[Ticket] = []
         self._waiting: deque[Ticket] = deque()
+        self._sending_back = False
+        """Whoever waits and is not admitted now ends as aborted."""
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
@@ -92,6 +94,11 @@ class Batch:
         with self._changed:
             self._waiting.append(ticket)
             self._changed.notify()
+
+    def send_back(self) -> None:
+        """Of the requests that are queued now, run those that there is room for; the others end as aborted."""
+        with self._changed:
+            self._sending_back = bool(self._waiting)
 
     def stop(self) -> None:
         """End the thread; what still runs ends as aborted."""
@@ -152,9 +159,14 @@ class Batch:
     def _admit(self) -> list[Ticket]:
         """Take from the queue what there is room for, and lay the pool out for it."""
         new: list[Ticket] = []
+        unwanted: list[Ticket] = []
         with self._changed:
             while self._waiting and self._has_room(new, self._waiting[0]):
                 new.append(self._waiting.popleft())
+            if self._sending_back:
+                unwanted, self._waiting, self._sending_back = list(self._waiting), deque(), False
+        for ticket in unwanted:
+            ticket.end("aborted", "the engine is being emptied")
         if new:
             rows = [*self._running, *new]
             columns = max(ticket.room for ticket in rows)
@@ -195,6 +207,6 @@ class Batch:
     def _end_all(self, status: str, reason: str) -> None:
         with self._changed:
             tickets = [*self._running, *self._waiting]
-            self._running, self._waiting = [], deque()
+            self._running, self._waiting, self._sending_back = [], deque(), False
         for ticket in tickets:
             ticket.end(status, reason)

@@ -6,6 +6,7 @@ where many pieces would stay in the allocator's heap (measured with 538 MB: 525 
 """
 
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from backends.ray_gpu.engines.base import EngineConfig
 from backends.ray_gpu.engines.hf_kv import KvPool
 from backends.ray_gpu.weights.checksum import checksum
 from backends.ray_gpu.weights.manifest import Manifest
-from backends.ray_gpu.weights.reader import compare, read
+from backends.ray_gpu.weights.reader import compare
 from backends.ray_gpu.weights.writer import bytes_of
 from core.errors import ConfigError, OperationFailed
 
@@ -90,16 +91,17 @@ class HFModel:
         for parameter, piece, shape in zip(self._module.parameters(), pieces, self._shapes, strict=True):
             parameter.data = piece.view(shape)
 
-    def update(self, manifest: Manifest, verify: bool) -> None:
-        """Copy a published version in. Every bucket is checked before anything of it is used.
+    def update(self, manifest: Manifest, named: Iterable[tuple[str, torch.Tensor]], verify: bool) -> None:
+        """Copy in the tensors of a published version, wherever they come from; of the cache's, every bucket is checked
+        before anything of it is used (`read`).
 
-        Raises OperationFailed, the model half-loaded, if it is damaged or is not this model's; `verify`: also if what
-        was loaded then differs from it in any bit.
+        Raises OperationFailed, the model half-loaded, if they are damaged or not this model's; `verify`: also if what
+        was loaded then differs from the published copy in any bit.
         """
-        named = dict(self._module.named_parameters(remove_duplicate=False))
+        own = dict(self._module.named_parameters(remove_duplicate=False))
         missing = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        for name, tensor in read(manifest):
-            parameter = named.get(name)
+        for name, tensor in named:
+            parameter = own.get(name)
             if parameter is None:
                 raise OperationFailed(f"{manifest} has {name}, which the model in {self._folder} has not")
             if parameter.shape != tensor.shape:
@@ -111,7 +113,7 @@ class HFModel:
         if missing:
             raise OperationFailed(f"{manifest} lacks {', '.join(missing.values())}")
         if verify:
-            compare(manifest, named)
+            compare(manifest, own)
 
     def fingerprint(self) -> dict[str, int]:
         return {name: checksum(bytes_of(parameter)) for name, parameter in self._module.named_parameters()}

@@ -30,7 +30,8 @@ from backends.ray_gpu.engines import sglang_child as child
 from backends.ray_gpu.engines import sglang_process as process
 from backends.ray_gpu.engines.base import TAGS, EngineConfig, GenerateRequest, GenerateResult, Hold
 from backends.ray_gpu.engines.sglang_setup import check_model, merged_flags, planned_bytes
-from backends.ray_gpu.weights.manifest import Manifest, TensorEntry
+from backends.ray_gpu.weights.manifest import Manifest
+from backends.ray_gpu.weights.transports import Meeting
 from core.errors import OperationFailed, WorldError
 from core.units import gib
 
@@ -321,54 +322,32 @@ class SglangEngine:
                 await self._compare(manifest)
             self.version = version
 
+    def ipc_label(self, manifest: Manifest) -> str:
+        return child.send(self._make_errand("take", manifest))
+
     async def update_weights_ipc(
-        self, payloads: Sequence[bytes], version: int, manifest: Manifest | None = None
+        self, payloads: Sequence[bytes], manifest: Manifest, version: int, digest: int, verify: bool
     ) -> None:
-        """Load from CUDA IPC handles (`weights.transports.export_ipc`), a payload for each rank, exported by a process
-        on the same GPU, which must keep the tensors until this returns. `manifest`: then compare with this published
-        copy."""
         if len(payloads) != self.config.tp:
             raise OperationFailed(f"{len(payloads)} payloads for {self.config.tp} ranks")
         async with self._updating():
-            order = _orders().UpdateWeightsFromTensorReqInput(serialized_named_tensors=list(payloads))
-            self._succeeded(await self._engine.tokenizer_manager.update_weights_from_tensor(order, None))
-            await self._settle(version, manifest)
+            await self._deliver("take", payloads)
+            replies = child.replies(self._make_errand("take", manifest), self.config.tp)
+            await self._settle(replies, manifest, version, digest, verify)
 
-    async def join(
-        self, address: str, port: int, first_rank: int, world: int, group: str, backend: str = "nccl"
-    ) -> None:
-        """Join the process group that a trainer opens with `weights.transports.open_group` as its rank 0; this engine's
-        ranks are `first_rank` and up, of `world`."""
+    async def join(self, meeting: Meeting) -> None:
         async with self._control:
             self._demand_running("join")
-            order = _orders().InitWeightsUpdateGroupReqInput(
-                master_address=address, master_port=port, rank_offset=first_rank, world_size=world, group_name=group,
-                backend=backend,
-            )  # fmt: skip
-            self._succeeded(await self._engine.tokenizer_manager.init_weights_update_group(order, None))
+            await self._errand("join", meeting=meeting)
 
-    async def leave(self, group: str) -> None:
-        """Give the process group up, and the memory that its communicator holds."""
+    async def leave(self) -> None:
         async with self._control:
             self._demand_running("leave")
-            order = _orders().DestroyWeightsUpdateGroupReqInput(group_name=group)
-            self._succeeded(await self._engine.tokenizer_manager.destroy_weights_update_group(order, None))
+            await self._errand("leave")
 
-    async def update_weights_broadcast(
-        self, tensors: Sequence[TensorEntry], group: str, version: int, manifest: Manifest | None = None
-    ) -> None:
-        """Receive `tensors` (names, dtypes and shapes count), in this order, as one flat broadcast from rank 0 of the
-        group (`weights.transports.broadcast`). `manifest`: then compare with this published copy."""
+    async def update_weights_broadcast(self, manifest: Manifest, version: int, digest: int, verify: bool) -> None:
         async with self._updating():
-            order = _orders().UpdateWeightsFromDistributedReqInput(
-                names=[entry.name for entry in tensors],
-                dtypes=[entry.dtype for entry in tensors],
-                shapes=[list(entry.shape) for entry in tensors],
-                group_name=group,
-                load_format="flattened_bucket",
-            )
-            self._succeeded(await self._engine.tokenizer_manager.update_weights_from_distributed(order, None))
-            await self._settle(version, manifest)
+            await self._settle(await self._errand("receive", manifest), manifest, version, digest, verify)
 
     async def fingerprint(self) -> dict[str, int]:
         async with self._control:
@@ -388,9 +367,16 @@ class SglangEngine:
             yield
             self._whole = True
 
-    async def _settle(self, version: int, manifest: Manifest | None) -> None:
-        if manifest is not None:
-            self._manifest = manifest
+    async def _settle(
+        self, replies: Sequence[child.Reply], manifest: Manifest, version: int, digest: int, verify: bool
+    ) -> None:
+        """What came directly is there; was it what the trainer sent?"""
+        self.load_seconds = max(reply.seconds for reply in replies)
+        for reply in replies:
+            if reply.digest != digest:
+                raise OperationFailed(f"rank {reply.rank} was given other bytes than the trainer's of {manifest}")
+        self._manifest = manifest
+        if verify:
             await self._compare(manifest)
         self.version = version
 
@@ -406,20 +392,29 @@ class SglangEngine:
             if name in loaded and loaded[name] != checksum:
                 raise OperationFailed(f"{name} differs from {manifest} after it was loaded")
 
-    async def _errand(self, what: Any, manifest: Manifest) -> list[child.Reply]:
+    def _make_errand(self, what: Any, manifest: Manifest | None = None, meeting: Meeting | None = None) -> child.Errand:
+        return child.Errand(what=what, manifest=manifest, meeting=meeting, replies=str(self._scratch))
+
+    async def _errand(
+        self, what: Any, manifest: Manifest | None = None, meeting: Meeting | None = None
+    ) -> list[child.Reply]:
         """Send every rank on an errand and collect the answers."""
         import torch
         from sglang.srt.utils import MultiprocessingSerializer
 
-        errand = child.Errand(what=what, manifest=manifest, replies=str(self._scratch))
+        errand = self._make_errand(what, manifest, meeting)
         named = [(child.send(errand), torch.zeros(1))]
+        await self._deliver(what, [MultiprocessingSerializer.serialize(named) for _ in range(self.config.tp)])
+        return child.replies(errand, self.config.tp)
+
+    async def _deliver(self, what: str, payloads: Sequence[bytes]) -> None:
+        """Hand each rank its payload, through SGLang's door for custom weight loaders."""
         order = _orders().UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(named) for _ in range(self.config.tp)],
+            serialized_named_tensors=list(payloads),
             load_format=child.DOOR,
-            flush_cache=what == "load",
+            flush_cache=what in ("load", "take", "receive"),
         )
         self._succeeded(await self._engine.tokenizer_manager.update_weights_from_tensor(order, None))
-        return child.replies(errand, self.config.tp)
 
     @staticmethod
     def _succeeded(answer: tuple[bool, str]) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from backends.ray_gpu.weights.manifest import Bucket, Manifest, TensorEntry
+from backends.ray_gpu.weights.transports import Meeting, close_group, join_group, receive
 from core.errors import OperationFailed
 from core.model import Record
 
@@ -40,10 +41,16 @@ TIED_HEAD = "lm_head.weight"
 class Errand(Record, frozen=True, kw_only=True):
     """What the engine wants done in every rank."""
 
-    what: Literal["load", "fingerprint"]
-    manifest: Manifest
+    what: Literal["load", "take", "join", "receive", "leave", "fingerprint"]
     replies: str
     """Directory for the answers, one file a rank."""
+    manifest: Manifest | None = None
+    """All but `join` and `leave` are about one."""
+    meeting: Meeting | None = None
+    """For `join`."""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.manifest}" if self.manifest is not None else self.what
 
 
 class Reply(Record, frozen=True, kw_only=True):
@@ -52,6 +59,8 @@ class Reply(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     checksums: dict[str, int] = msgspec.field(default_factory=dict)
     """For `fingerprint`: by name in the model folder; from rank 0 alone."""
+    digest: int = 0
+    """For `take` and `receive`: of the bytes that this rank was given."""
 
 
 def send(errand: Errand) -> str:
@@ -63,13 +72,13 @@ def replies(errand: Errand, ranks: int) -> list[Reply]:
     files = [_reply_file(errand, rank) for rank in range(ranks)]
     for rank, file in enumerate(files):
         if not file.exists():
-            raise OperationFailed(f"rank {rank} did not answer the errand {errand.what} for {errand.manifest}")
+            raise OperationFailed(f"rank {rank} did not answer the errand: {errand}")
     found = [msgspec.json.decode(file.read_bytes(), type=Reply) for file in files]
     for file in files:
         file.unlink()
     for reply in found:
         if reply.error:
-            raise OperationFailed(f"rank {reply.rank} could not {errand.what} {errand.manifest}: {reply.error}")
+            raise OperationFailed(f"rank {reply.rank} could not {errand}: {reply.error}")
     return found
 
 
@@ -80,34 +89,74 @@ def _reply_file(errand: Errand, rank: int) -> Path:
 # --- the errands, run in a scheduler process ------------------------------------------------------------------------
 
 
+GROUP: list[Any] = []
+"""The process group of this rank with the trainer, if there is one."""
+
+
 def run_errand(model: Any, named: list[tuple[str, Any]]) -> None:
-    """SGLang's custom weight loader: `named` is one pair, whose name is the errand and whose tensor means nothing."""
+    """SGLang's custom weight loader: the first name in `named` is the errand. For `take` the tensors are the buckets;
+    else there is one, which means nothing."""
     from sglang.srt.distributed import get_tensor_model_parallel_rank
 
-    ((text, _),) = named
-    errand = msgspec.json.decode(text, type=Errand)
+    errand = msgspec.json.decode(named[0][0], type=Errand)
     rank, began = get_tensor_model_parallel_rank(), time.perf_counter()
-    checksums: dict[str, int] = {}
-    error = ""
+    reply = Reply(rank=rank)
     try:
-        if errand.what == "load":
-            load(model, errand.manifest)
-        else:
-            checksums = fingerprint(model, errand.manifest)
+        reply = _run(errand, rank, model, [tensor for _, tensor in named])
     except Exception as failure:  # rule 2: whatever it is, it must not reach the scheduler
-        error = f"{type(failure).__name__}: {failure}"
-    seconds = time.perf_counter() - began
-    reply = Reply(rank=rank, error=error, seconds=seconds, checksums=checksums if rank == 0 else {})
+        reply = Reply(rank=rank, error=f"{type(failure).__name__}: {failure}")
+    reply = msgspec.structs.replace(reply, seconds=time.perf_counter() - began)
     file = _reply_file(errand, rank)
     half = file.with_suffix(".half")
     half.write_bytes(msgspec.json.encode(reply))
     half.rename(file)
 
 
-def load(model: Any, manifest: Manifest) -> None:
+def _run(errand: Errand, rank: int, model: Any, tensors: list[Any]) -> Reply:
+    match errand.what, errand.manifest:
+        case "join", _:
+            assert errand.meeting is not None
+            GROUP.append(join_group(errand.meeting, 1 + rank))
+        case "leave", _:
+            while GROUP:
+                close_group(GROUP.pop(), broken=True)
+        case "load", Manifest() as manifest:
+            load(model, manifest, lambda bucket, device: mapped(bucket).to(device))
+        case "take", Manifest() as manifest:
+            return Reply(rank=rank, digest=load_and_digest(model, manifest, iter(tensors)))
+        case "receive", Manifest() as manifest:
+            sizes = [bucket.nbytes for bucket in manifest.buckets]
+            arriving = receive(sizes, GROUP[0], next(model.parameters()).device)
+            return Reply(rank=rank, digest=load_and_digest(model, manifest, arriving))
+        case "fingerprint", Manifest() as manifest:
+            checksums = fingerprint(model, manifest)
+            return Reply(rank=rank, checksums=checksums if rank == 0 else {})
+    return Reply(rank=rank)
+
+
+def load_and_digest(model: Any, manifest: Manifest, buckets: Iterator[Any]) -> int:
+    """Load buckets as they come, and take the digest of each after it was read: what changed meanwhile would show."""
+    from backends.ray_gpu.weights.staged import digest
+
+    read: list[int] = []
+
+    def next_one(bucket: Bucket, device: Any) -> Any:
+        return next(buckets)
+
+    load(model, manifest, next_one, lambda flat: read.append(digest([flat])))
+    return sum(read) % 2**64
+
+
+def load(
+    model: Any,
+    manifest: Manifest,
+    fetch: Callable[[Bucket, Any], Any],
+    after: Callable[[Any], None] = lambda flat: None,
+) -> None:
     """Load every parameter of `manifest`, and check first that together they are exactly the model's.
 
-    A bucket goes to the device in one copy; SGLang's own loaders then cut it into what this rank keeps.
+    `fetch` gives a bucket as one flat tensor on a device; SGLang's own loaders then cut it into what this rank keeps.
+    `after` is told each when it was read.
     """
     import torch
 
@@ -115,9 +164,12 @@ def load(model: Any, manifest: Manifest) -> None:
     check_names(manifest.names, set(parameters))
     device = next(iter(parameters.values())).device
     for bucket in manifest.buckets:
-        model.load_weights(_tensors(bucket, mapped(bucket).to(device)))
+        flat = fetch(bucket, device)
+        model.load_weights(_tensors(bucket, flat))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the copy on the device is gone before the next one is made
+        after(flat)
+        del flat
 
 
 def check_names(names: tuple[str, ...], parameters: set[str]) -> None:

@@ -84,8 +84,9 @@ def load(model: Policy, arch: Architecture, place: Place, folder: str) -> None:
         raise InvariantBroken(f"no weights for {', '.join(sorted(own))} of {arch.name}")
 
 
-def export(model: Policy, arch: Architecture, place: Place) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full CPU tensor) in the model's dtype, on rank 0; nothing on other ranks.
+def export(model: Policy, arch: Architecture, place: Place, *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full CPU tensor) in the model's dtype, on rank 0; nothing on other ranks. `on_device`: where
+    the model is instead, and some may be the model's own memory.
 
     Collective: every rank must exhaust its iterator.
     """
@@ -98,7 +99,7 @@ def export(model: Policy, arch: Architecture, place: Place) -> Iterator[tuple[st
         pieces = _collect(piece, entry, arch, place, owner, model.config.params_dtype)
         if pieces is not None:
             for name, tensor in zip(entry.hf, join(entry, pieces, arch), strict=True):
-                yield name, tensor.contiguous().cpu()
+                yield name, tensor.contiguous() if on_device else tensor.contiguous().cpu()
 
 
 def _stage(entry: Entry, arch: Architecture, place: Place) -> int:

@@ -148,10 +148,11 @@ class Trainer:
         }
         return self._gathered(mine, len(rows))
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full CPU tensor), on rank 0; every rank must exhaust its iterator."""
+    def export(self, *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full CPU tensor), on rank 0; every rank must exhaust its iterator. `on_device`: full
+        tensors where the model is; to be copied, not kept."""
         self._require_loaded()
-        return conversion.export(self.policy, self.arch, self.place)
+        return conversion.export(self.policy, self.arch, self.place, on_device=on_device)
 
     def save(self, directory: str, extra: dict[str, Any]) -> None:
         """Write weights, optimizer state, step and the caller's `extra` (plain JSON) as one checkpoint."""

@@ -19,7 +19,7 @@ from backends.ray_gpu.engines.base import GenerateRequest, GenerateResult
 from backends.ray_gpu.places import DESK, engine_name, models, namespace_of
 from backends.ray_gpu.plan import CrewPlan
 from backends.ray_gpu.tasks.base import Prompt
-from backends.ray_gpu.workers.base import Worker
+from backends.ray_gpu.workers.base import AsyncWorker
 from core.backend import Attempt, Generation
 from core.errors import OperationFailed
 from core.workload import settled
@@ -51,7 +51,7 @@ class _Story:
         self.logprobs += result.logprobs
 
 
-class Desk(Worker):
+class Desk(AsyncWorker):
     """An async Ray actor."""
 
     def __init__(self, plan: CrewPlan, session: str) -> None:
@@ -61,13 +61,15 @@ class Desk(Worker):
         self._vacant: dict[int, list[int]] = {}
         """Groups that lost a member, by batch."""
         self._engines: dict[int, Any] = {}
+        self._building = asyncio.Lock()
+        self._built = False
 
-    async def live(self) -> None:  # type: ignore[override]
-        await asyncio.Event().wait()
-
-    async def open(self) -> None:
-        """Load tokenizer, prompts and reward. Raises ConfigError."""
-        await asyncio.to_thread(self._open)
+    async def build(self) -> None:
+        """Load tokenizer, prompts and reward. Once: who asks again waits until it is done. Raises ConfigError."""
+        async with self._building:
+            if not self._built:
+                await asyncio.to_thread(self._open)
+                self._built = True
 
     def _open(self) -> None:
         from backends.ray_gpu.models.resolve import resolve
@@ -99,7 +101,7 @@ class Desk(Worker):
         try:
             story.reward = await self._lessons.reward(story.prompt, self._tokenizer.decode(story.tokens))
         except OperationFailed as error:
-            return Generation(status="failed", reason=str(error))
+            return Generation(status="failed", reason=str(error), answered=True)
         return generation
 
     async def _ask(self, attempt: Attempt, story: _Story) -> tuple[int, GenerateResult]:
@@ -128,6 +130,10 @@ class Desk(Worker):
         attempt = msgspec.msgpack.decode(packed, type=Attempt)
         if attempt.dp_rank in self._engines:
             self._engines[attempt.dp_rank].cancel.remote(request_id(attempt))
+
+    async def forget_engine(self, rank: int) -> None:
+        """It was started again, as another process under the same name."""
+        self._engines.pop(rank, None)
 
     def _engine(self, rank: int) -> Any:
         if rank not in self._engines:

@@ -14,7 +14,9 @@ import msgspec
 from backends.ray_gpu.engines.base import EngineConfig, GenerateRequest, GenerateResult
 from backends.ray_gpu.places import engine_name, models
 from backends.ray_gpu.plan import CrewPlan
-from backends.ray_gpu.workers.base import Worker
+from backends.ray_gpu.ways import Way
+from backends.ray_gpu.workers.base import AsyncWorker
+from backends.ray_gpu.workers.borrower import Borrower, Delivery
 from backends.ray_gpu.workers.memory import DeviceMemory
 from core import actions
 from core.errors import OperationFailed, TurnstileError
@@ -23,25 +25,33 @@ from core.workload import settled
 ORDERS = actions.WakeEngine | actions.SyncEngine | actions.SleepEngine | actions.OpenGate
 
 
-class EngineWorker(Worker):
+class EngineWorker(AsyncWorker):
     """An async Ray actor."""
 
-    def __init__(self, plan: CrewPlan, session: str, rank: int, port: int, budgets: dict[int, int]) -> None:
+    def __init__(self, plan: CrewPlan, session: str, rank: int, port: int, budgets: dict[int, int], way: Way) -> None:
         super().__init__(plan, session, engine_name(rank), plan.job.spec.infer.bundle(rank))
         self._rank = rank
         self._port = port
         self._memory = DeviceMemory(plan, self.places, self.owner, self.gpus, budgets)
+        self._building = asyncio.Lock()
+        self._built = False
+        self._borrower = Borrower(plan, rank, way)
+        self._delivery: Delivery | None = None
         self._turn = asyncio.Lock()
         self._gate = False
         self._awake = False
         self._engine: Any = None
         self._requests: dict[str, asyncio.Future[GenerateResult]] = {}
 
-    async def live(self) -> None:  # type: ignore[override]
-        await asyncio.Event().wait()
-
     async def build(self) -> None:
-        """Load the model, then sleep. Raises OperationFailed, OutOfMemory or ConfigError."""
+        """Load the model, then sleep. Once: who asks again waits until it is done. Raises OperationFailed, OutOfMemory
+        or ConfigError."""
+        async with self._building:
+            if not self._built:
+                await self._build()
+                self._built = True
+
+    async def _build(self) -> None:
         self._engine = await asyncio.to_thread(make_engine, self.plan, self.gpus, self._port, self._memory)
         await self._engine.start()
         self.record(*self._engine.pids())
@@ -82,8 +92,13 @@ class EngineWorker(Worker):
         if self._engine.version != action.version:
             await self._empty(action.emptying, action.drain)
             with self._cache().reading(action.version) as manifest:
-                await self._engine.update_weights(manifest, action.version, self.plan.verify_weights)
+                self._delivery = await self._borrower.bring(self._engine, manifest, action.version)
         await self._engine.wake(("kv_cache",))
+
+    async def delivery(self) -> Delivery | None:
+        """How the last version came that was not told of yet."""
+        delivery, self._delivery = self._delivery, None
+        return delivery
 
     def _cache(self) -> Any:
         from backends.ray_gpu.weights.cache import WeightCache
@@ -109,7 +124,8 @@ class EngineWorker(Worker):
         self._gate = False
         if not self._awake:
             return
-        await self._empty(action.emptying, action.drain)
+        keeps = action.emptying is actions.Emptying.KEEP  # which no request outlives
+        await self._empty(actions.Emptying.ABORT if keeps else action.emptying, action.drain)
         await self._engine.sleep()
         self._awake = False
 

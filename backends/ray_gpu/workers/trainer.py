@@ -1,9 +1,11 @@
 """A trainer rank's process: one `training.trainer.Trainer`, commanded phase by phase by its pipeline.
 
 Ranks of a group run each phase together. Onloading enters the memory it needs before it takes it; publishing writes a
-version into the node's weight cache, from rank 0.
+version into the node's weight cache, from rank 0, and offers it to engines that can take it from the device, until the
+trainer offloads (`lender`).
 """
 
+import threading
 from typing import Any
 
 import msgspec
@@ -11,7 +13,9 @@ import msgspec
 from backends.ray_gpu.checkpoints import Progress, as_extra, checkpoint_of
 from backends.ray_gpu.places import models, trainer_name
 from backends.ray_gpu.plan import CrewPlan
+from backends.ray_gpu.weights.transports import Meeting
 from backends.ray_gpu.workers.base import Worker
+from backends.ray_gpu.workers.lender import Lender, Loan
 from backends.ray_gpu.workers.memory import DeviceMemory
 from core.errors import OperationFailed
 from core.model import Role
@@ -30,9 +34,10 @@ class TrainerWorker(Worker):
         budgets: dict[int, int],
         epoch: int,
         uuid: str,
+        lends: bool,
     ) -> None:
         """`meeting`: address and port where the ranks meet. `uuid`: of the card that this rank is to run on; empty on a
-        CPU."""
+        CPU. `lends`: some engine is where it can take weights from this rank's device."""
         super().__init__(plan, session, trainer_name(Role.ACTOR_TRAIN, rank), (plan.train_gpus[rank],))
         self._rank = rank
         self._meeting = meeting
@@ -42,9 +47,19 @@ class TrainerWorker(Worker):
         self._trainer: Any = None
         self._old: list[list[float]] | None = None
         self._loaded = False
+        self._lends = lends
+        self._lender = Lender()
+        self._building = threading.Lock()
+        self._built = False
 
     def build(self) -> None:
-        """Load the model and the optimizer; ends onloaded."""
+        """Load the model and the optimizer; ends onloaded. Once: who asks again waits until it is done."""
+        with self._building:
+            if not self._built:
+                self._build()
+                self._built = True
+
+    def _build(self) -> None:
         from backends.ray_gpu.models.resolve import resolve
         from backends.ray_gpu.training.records import TrainerConfig
         from backends.ray_gpu.training.trainer import Trainer
@@ -83,7 +98,9 @@ class TrainerWorker(Worker):
         self.obeys(epoch)
         if self._trainer is None:
             raise OperationFailed(f"{self.owner} is not loaded")
-        if phase != "onload" and not self._loaded:
+        if not self._loaded and phase == "offload":
+            return {}
+        if not self._loaded and phase != "onload":
             raise OperationFailed(f"{self.owner} is offloaded and cannot {phase}")
         return getattr(self, f"_{phase}")(version, rows) or {}
 
@@ -94,6 +111,8 @@ class TrainerWorker(Worker):
             self._loaded = True
 
     def _offload(self, version: int, rows: Any) -> None:
+        if self._lender.withdraw():
+            self._memory.hold("lent", 0)
         self._trainer.offload()
         self._loaded = False
         self._memory.hold("train", self._trainer.resident_bytes())
@@ -120,6 +139,7 @@ class TrainerWorker(Worker):
 
     def _write_version(self, version: int) -> dict[str, float]:
         from backends.ray_gpu.weights.cache import WeightCache
+        from backends.ray_gpu.weights.staged import Staging
         from backends.ray_gpu.weights.writer import WeightWriter
 
         if self._rank:
@@ -128,9 +148,36 @@ class TrainerWorker(Worker):
             return {}
         cache = WeightCache(self.places.memory, self.plan.id, self.job.spec.staleness + 2)
         cache.make_room()
-        with WeightWriter(self.places.memory, self.plan.id, version, self.job.workload.bucket_bytes) as writer:
-            for name, tensor in self._trainer.export():
+        bucket_bytes = self.job.workload.bucket_bytes
+        staging = Staging(bucket_bytes, lambda nbytes: self._memory.hold("lent", nbytes)) if self._lends else None
+        with WeightWriter(self.places.memory, self.plan.id, version, bucket_bytes) as writer:
+            for name, tensor in self._trainer.export(on_device=self._lends):
                 writer.add(name, tensor)
+                if staging is not None:
+                    staging.add(tensor)
             manifest = writer.commit()
         cache.evict()
+        if staging is not None:
+            self._offer(manifest, staging)
         return {"published_bytes": float(manifest.nbytes), "cache_bytes": float(cache.nbytes)}
+
+    def _offer(self, manifest: Any, staging: Any) -> None:
+        buckets = staging.finish(manifest)
+        if staging.refusal:
+            self._lender.cannot(staging.refusal)
+        else:
+            self._lender.offer(manifest, buckets)
+
+    # --- for engines, beside whatever phase runs (see `lender`) -------------------------------------------
+
+    def lend(self, borrower: str, version: int, label: str | None, nccl: tuple[str, ...]) -> Loan:
+        return self._lender.lend(borrower, version, label, nccl)
+
+    def meet(self, borrower: str, meeting: bytes) -> None:
+        self._lender.meet(borrower, msgspec.msgpack.decode(meeting, type=Meeting))
+
+    def send(self, borrower: str) -> None:
+        self._lender.send(borrower)
+
+    def give_back(self, borrower: str, dead: bool = False) -> None:
+        self._lender.give_back(borrower, dead=dead)

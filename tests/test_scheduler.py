@@ -1,0 +1,71 @@
+"""Single rules of the scheduler, on the books alone. Each test closes a hole that a mutant showed (docs/mutants.md)."""
+
+from core import events
+from core.units import seconds
+from tests.core_world import LIMITS, CoreWorld, spec
+
+
+def test_a_timer_of_another_generation_rings_for_nobody() -> None:
+    world = CoreWorld()
+    world.ready(spec("a"))
+    world.ask("a")
+    world.settle()
+    [(name, generation)] = world.state.timers.items()
+    decision = world.feed(events.TimerFired(timer=name, generation=generation - 1))
+    assert name.startswith("hold/") and not decision.actions
+    assert world.state.timers == {name: generation}
+    assert world.state.ledger.books["a"].alive and world.holder(0) == "a"
+
+
+def test_a_gate_that_opened_under_an_older_lease_is_shown_to_nobody() -> None:
+    """The answer to an `OpenGate` may come after a kill, another wake and another gate."""
+    world = CoreWorld()
+    world.ready(spec("a"))
+    world.open("a")
+    world.settle()
+    engine = world.state.ledger.books["a"].engines[0]
+    assert world.state.serves("a", 0, engine.epoch)
+    assert not world.state.serves("a", 0, engine.epoch - 1)
+
+
+def test_a_lease_past_its_limit_ends_with_its_pipeline_and_the_next_one_gets_its_gpus() -> None:
+    """A client that never releases, and is not lost either, holds nothing for ever."""
+    world = CoreWorld()
+    world.ready(spec("a"), spec("b"))
+    world.ask("a")
+    world.settle()
+    world.ask("b")
+    world.sleep(seconds(LIMITS.hold) - 1)
+    assert world.state.ledger.books["a"].alive and world.holder(0) == "a"
+    world.sleep(1)
+    world.settle()
+    assert "held GPUs [0] for 600 s, longer than its limit" in world.state.ledger.books["a"].reason
+    assert world.holder(0) == "b"
+
+
+def test_a_nearly_finished_donor_is_spared_for_one_more_residence() -> None:
+    world = CoreWorld(1)
+    world.ready(spec("a", (0,), (0,)), spec("b", (0,), (0,)))
+    world.open("a", 30)
+    world.settle()
+    for _ in range(28):
+        world.complete("a")
+    world.open("b", 30)
+    world.sleep(39)  # residence is 20 s
+    world.settle()
+    assert world.serving("a") == [0]
+    world.sleep(1)
+    world.settle()
+    assert world.serving("b") == [0]
+
+
+def test_a_gpu_whose_node_left_is_given_to_nobody() -> None:
+    world = CoreWorld(2, nodes=2)
+    world.ready(spec("a"))
+    world.open("a")
+    world.settle()
+    assert world.serving("a") == [0, 1]
+    world.feed(events.NodeLeft(node=1))
+    world.settle()
+    assert world.holder(1) == "lost"
+    assert world.serving("a") == [0]
