@@ -114,10 +114,12 @@ def table(mutants: list[Mutant], results: Results) -> str:
             seeds = max(seeds, found.seeds)
         cpu = sum(found.cpu_s for found in row.values())
         lines.append(f"| `{mutant.name}` | {mutant.breaks} | {' | '.join(cells)} | {cpu:.0f} |")
-    total = ", ".join(f"{detector} {count}" for detector, count in seen.items())
+    looked = {detector: sum(detector in results.of(mutant) for mutant in mutants) for detector in DETECTORS}
+    total = ", ".join(f"{detector} {count} of {looked[detector]}" for detector, count in seen.items())
     missed = ", ".join(holes(mutants, results)) or "none"
     open_ = ", ".join(unjudged(mutants, results)) or "none"
-    lines += ["", f"{len(mutants)} mutants; found by {total}. Found by nobody: {missed}. Still to be found: {open_}."]
+    lines += ["", f"{len(mutants)} mutants. Found, of those looked at: {total}."]
+    lines += [f"Found by nobody: {missed}. Still to be found: {open_}."]
     lines += ["", "## The first test that failed", ""]
     for mutant in mutants:
         row = results.of(mutant)
