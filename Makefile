@@ -19,7 +19,7 @@ demo: $(VENV)/sim.installed
 	$(BIN)/python -m scenarios.overlap_2gpu --backend sim
 
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest
 
 soak: $(VENV)/sim.installed
 	$(BIN)/python -m scenarios.explore --first-seed $(or $(FIRST),0) --seeds $(or $(SEEDS),$(if $(TIME),1000000000,10000)) \
