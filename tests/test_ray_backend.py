@@ -476,6 +476,7 @@ def test_help_imports_neither_ray_nor_torch() -> None:
 # --- a policy that gets stuck -----------------------------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_the_policy_of_the_incident_gets_stuck_for_real_and_says_why(place: Place) -> None:
     stuck = place.run(
         "stuck", "scenarios.overlap_2gpu", *REAL, "--demand", "signal", "--json", "-", "--quiet",

@@ -1,9 +1,11 @@
 """kill -9 in every phase, on real workers: whoever dies and whatever it was doing, the others do all of their steps,
 the message says what happened, and nothing is left.
 
-One cluster, on which everything happens. A few deaths are in every test run; all of them, with what came of each:
+One cluster, on which everything happens. It takes minutes, so `make test` leaves it out (`test_ray_backend.py` kills
+one of each kind in every test run). A few of the deaths, and all of them with what came of each:
 
-    pytest -m whole -s tests/test_ray_deaths.py
+    pytest -m whole -k few tests/test_ray_deaths.py
+    pytest -m whole -k all -s tests/test_ray_deaths.py
 """
 
 import time
@@ -17,6 +19,8 @@ from ray_deaths import Diary, Doing, kill_while, make_model, nobody_holds_anythi
 from ray_world import ACTORS, SMALL, Cluster, Place, Run, marked, pipeline, scenario, until
 
 from core import events
+
+pytestmark = pytest.mark.whole
 
 for package in ("ray", "torch", "megatron", "transformers"):
     if find_spec(package) is None:
@@ -211,7 +215,7 @@ class Deaths:
         return "\n".join([*rows, f"exit codes: {self.codes}", f"processes left: {self.processes or 'none'}"])
 
 
-@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.whole)])
+@pytest.fixture(scope="module", params=["few", "all"])
 def deaths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deaths]:
     model = make_model(tmp_path_factory.mktemp("model") / "larger")
     with Place(tmp_path_factory.mktemp("cache")) as place:

@@ -59,7 +59,7 @@ ON_CARDS = ("--device", "cuda", "--model", "smollm2")
     scope="module",
     params=[
         pytest.param(("ipc", "--device", "cpu"), id="ipc-cpu"),
-        pytest.param(("broadcast", "--device", "cpu"), id="broadcast-cpu"),
+        pytest.param(("broadcast", "--device", "cpu"), id="broadcast-cpu", marks=pytest.mark.whole),
         pytest.param(("ipc", *ON_CARDS, "--devices", "0,0"), id="ipc-cuda", marks=on_cards(1)),
         pytest.param(("broadcast", *ON_CARDS), id="broadcast-cuda", marks=on_cards(2)),
     ],
