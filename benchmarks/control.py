@@ -115,6 +115,8 @@ class Obliging:
 
     def __init__(self, clock: RealClock) -> None:
         self.clock = clock
+        self.devices: dict[int, str] = {}
+        """Nothing to say of any card."""
 
     async def open(self, emit: Callable[[events.AnyEvent], None]) -> None: ...
 
