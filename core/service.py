@@ -91,9 +91,8 @@ class Service:
         self._give_up: dict[int, Callable[[], None]] = {}
         self._begin_without_task = getattr(backend, "begin", None)
         self._command_delay: Callable[[str], int] = getattr(backend, "command_delay", _none)
-        self._timers: dict[str, Timer] = {}
-        self._alarms: dict[str, tuple[actions.StartTimer, int]] = {}
-        """Which action started each of them, in which entry."""
+        self._timers: dict[str, tuple[Timer, actions.StartTimer, int]] = {}
+        """With the action that started it, and the number of its entry."""
         self._seen: dict[Trigger, anyio.Event] = {}
         self._tasks: TaskGroup | None = None
         self._journal: list[tuple[int, events.Event]] | None = [] if journal else None
@@ -109,7 +108,7 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         assert self._tasks is not None
-        for timer in [*self._limits.values(), *self._timers.values()]:
+        for timer in [*self._limits.values(), *(timer for timer, _, _ in self._timers.values())]:
             timer.cancel()
         for give_up in list(self._give_up.values()):
             give_up()
@@ -228,13 +227,11 @@ class Service:
         match action:
             case actions.StartTimer():
                 ring = partial(self._ring, action, entry)
-                self._timers[action.timer] = self.backend.clock.call_at_ns(action.at, ring)
-                self._alarms[action.timer] = (action, entry)
+                self._timers[action.timer] = (self.backend.clock.call_at_ns(action.at, ring), action, entry)
             case actions.CancelTimer():
-                self._alarms.pop(action.timer, None)
-                timer = self._timers.pop(action.timer, None)
-                if timer is not None:
-                    timer.cancel()
+                running = self._timers.pop(action.timer, None)
+                if running is not None:
+                    running[0].cancel()
             case actions.GrantLease() | actions.ConfirmRelease() | actions.FailPipeline():
                 self._entry_of[action.action] = entry
                 self._heard[action.pipeline] = entry
@@ -245,7 +242,6 @@ class Service:
 
     def _ring(self, timer: actions.StartTimer, entry: int) -> None:
         self._timers.pop(timer.timer, None)
-        self._alarms.pop(timer.timer, None)
         self.post(events.TimerFired(timer=timer.timer, generation=timer.generation), entry)
 
     def _tell_client(self, action: Command, entry: int) -> None:
@@ -361,7 +357,8 @@ class Service:
         assert not self._busy, "in the middle of an event"
         begun = ((action, self._entry_of[number]) for number, (action, _) in self.state.operations.items())
         noted = (trigger for trigger, seen in self._seen.items() if seen.is_set())
-        return Snapshot(self._entries, self.state, (*begun, *self._alarms.values()), tuple(noted))
+        timers = ((action, entry) for _, action, entry in self._timers.values())
+        return Snapshot(self._entries, self.state, (*begun, *timers), tuple(noted))
 
     def restore(self, journal: Iterable[Entry], known: Snapshot | None = None) -> None:
         """A new process takes over from one that died: rebuild the state from its log, go on counting entries where it

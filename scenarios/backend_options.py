@@ -94,8 +94,17 @@ def _one_of(known: Sequence[str]) -> Callable[[str], str]:
 
 def _cards(text: str) -> tuple[int | str, ...]:
     """Numbers as numbers; `CARD@GIB` and UUIDs, which the backend understands, as they are."""
-    parse = whole(0, MOST_CARD)
-    return tuple(part if re.fullmatch(CARD, part, re.ASCII) else parse(part) for part in text.split(","))
+    return tuple(_card(part) for part in text.split(","))
+
+
+def _card(text: str) -> int | str:
+    if re.fullmatch(CARD, text, re.ASCII):
+        return text
+    if "@" in text or text.startswith("GPU-"):
+        shape = "a card is its number or GPU-UUID, with @GIB (at least 1) for a budget"
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: {shape}, such as 0@60")
+    parsed: int = whole(0, MOST_CARD)(text)
+    return parsed
 
 
 def _address(text: str) -> str:
