@@ -8,7 +8,8 @@ end. They are finite, and linear in the number of pipelines that share GPUs. Wha
 * nobody exceeds a limit without being stopped (past a limit: cancel, kill, quarantine, fail);
 * one trajectory fits into `limits.turn`. A trajectory longer than every turn cannot be completed by taking turns.
 
-Failures of the waiting pipeline's own engines are not in its bound: its clock starts again there.
+Failures of the waiting pipeline's own engines are not in its bound: its clock starts again there. Nor is the time until
+it suspects an engine that hangs while it decodes (`Job.reissue_after`): the pipeline's own choice, unknown here.
 """
 
 from collections.abc import Iterable, Sequence
