@@ -61,6 +61,10 @@ class Conflict(RequestError):
     """Contradicts what the same caller said before (a second registration with other mappings, say)."""
 
 
+class Displaced(Conflict):
+    """The scheduler listens to another client of this name: an earlier one that is not over, or a later one."""
+
+
 class WorldError(TurnstileError):
     """Something outside Turnstile failed."""
 

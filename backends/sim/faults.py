@@ -130,7 +130,8 @@ class Faults:
         if cancel is not None:
             cancel()
         limit = self._world.options.heartbeat
-        lost = ClientLost(pipeline=pipeline, reason=f"no heartbeat for {show_s(limit)}")
+        life = self._wire.lives.get(pipeline, 0)
+        lost = ClientLost(pipeline=pipeline, reason=f"no heartbeat for {show_s(limit)}", life=life)
         self._after(limit, lambda: self._world.tell(lost))
 
     def _remove_node(self, fault: Fault) -> None:

@@ -258,7 +258,8 @@ class Client:
     async def repeat(self, move: Move) -> None:
         """Its first message again, long after it was answered."""
         if self._registered:
-            self._world.say(events.PipelineRegistered(pipeline=self._spec.id, seq=0, spec=self._spec))
+            first = events.PipelineRegistered(pipeline=self._spec.id, seq=0, life=self._port.life, spec=self._spec)
+            self._world.say(first)
 
     async def nonsense(self, move: Move) -> None:
         said = NONSENSE[move.number % len(NONSENSE)]
