@@ -134,6 +134,7 @@ class Client:
         """Registers once more, with other worker groups or from a new connection."""
         if move.number % 2:
             self._port.close()
+            self._world.miss(self._spec.id, self._port.life)
             self._port = self._service.connect(self._spec.id)
         await self._port.register(msgspec.structs.replace(self._spec, staleness=self._spec.staleness + 1))
 
