@@ -14,6 +14,7 @@ What cannot be seen in one run is tested by two: under `isolate` a fault changes
 from collections.abc import Callable, Collection
 from typing import Any
 
+from core.closeness import Wait
 from core.config import DriverPolicy
 from core.model import Cluster, DemandPolicy
 from core.observed import Observed
@@ -101,6 +102,10 @@ class Monitor:
             self._safety.finish()
             self._samples.finish()
         self.decide(verdict)
+
+    def closest(self) -> tuple[Wait, ...]:
+        """How close the run came to its bounds: the closest wait of each rule, waits under way included."""
+        return self.liveness.closest()
 
     # --- for the oracles -------------------------------------------------------------------------------
 

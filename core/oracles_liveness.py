@@ -9,7 +9,7 @@ L4  When an instant is over, no GPU is left free on which a declared engine with
 L5  An engine is not given to another rollout within its residence, and is not put to sleep just to be woken again.
 
 Demand is measured by open batches, whatever the policy under test. Deadlines lie in a heap and are moved lazily: a
-completed trajectory only notes the time.
+completed trajectory only notes the time, and looks closer only if its pipeline never waited longer.
 """
 
 import heapq
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core import actions, bounds, events
+from core.closeness import Closest, Wait
 from core.model import DemandPolicy, PipelineSpec
 from core.observed import Observed
 from core.observed_nouns import Doing, Engine, Gpu, Pipeline, Request, Watcher
@@ -53,6 +54,10 @@ class LivenessOracles(Watcher):
         """Pipelines with demand: when they last completed something, or began to want it."""
         self._scheduled: dict[str, None] = {}
         self._excuses: dict[str, int] = {}
+        self._closest = Closest()
+        """Of the waits that are over."""
+        self._longest: dict[str, int] = {}
+        """The longest of them for a trajectory (ns), by pipeline: a shorter one came no closer to the same bound."""
         self._bounds: dict[object, int] = {}
         self._everyone: list[PipelineSpec] = []
         self._touched: deque[tuple[int, int]] = deque()
@@ -112,12 +117,12 @@ class LivenessOracles(Watcher):
         if pipeline.demand > before:
             self._review(pipeline)
         elif pipeline.demand == 0:
-            self._since.pop(pipeline.id, None)
+            self._stop_clock(pipeline)
             self._withdrawn[pipeline.id] = self._observed.entry
 
     def lifecycle_changed(self, pipeline: Pipeline) -> None:
         if pipeline.over:
-            self._since.pop(pipeline.id, None)
+            self._stop_clock(pipeline)
             self._withdrawn[pipeline.id] = self._observed.entry
         else:
             self._review(pipeline)
@@ -148,24 +153,46 @@ class LivenessOracles(Watcher):
         if deadline >= now_ns:
             self._schedule(pipeline)
             return
-        if any(self._feasible(engine) for engine in pipeline.engines):
-            rule, text = "L1", f"{id} wants {pipeline.demand} trajectories and completed none in {show_s(bound)}"
+        wait = self._rollout_wait(pipeline, now_ns)
+        if wait.rule == "L1":
+            text = f"{id} wants {pipeline.demand} trajectories and completed none in {show_s(bound)}"
         else:
-            rule, text = "L2", f"{id} is cut off from all its engines and did not end as failed in {show_s(bound)}"
-        self._starved(rule, text, deadline)
+            text = f"{id} is cut off from all its engines and did not end as failed in {show_s(bound)}"
+        self._starved(wait, text, deadline)
+
+    def _rollout_wait(self, pipeline: Pipeline, until_ns: int) -> Wait:
+        rule = "L1" if any(self._feasible(engine) for engine in pipeline.engines) else "L2"
+        waited = until_ns - self._since[pipeline.id]
+        return Wait(rule, pipeline.id, "a trajectory", waited, self._rollout_bound(pipeline))
 
     def _feasible(self, engine: Engine) -> bool:
         gpus = (self._observed.gpus[gpu] for gpu in engine.gpus)
         return not engine.failing and not any(gpu.lost or gpu.quarantined for gpu in gpus)
 
-    def _starved(self, rule: str, text: str, at_ns: int) -> None:
-        self._monitor.breach(rule, text, at_ns)
-        self._monitor.decide(Verdict(outcome="starved", rule=rule, text=text), at_ns)
+    def _starved(self, wait: Wait, text: str, at_ns: int) -> None:
+        self._closest.take(wait)
+        self._monitor.breach(wait.rule, text, at_ns)
+        self._monitor.decide(Verdict(outcome="starved", rule=wait.rule, text=text), at_ns)
 
     def _progress(self, event: events.TrajectoryCompleted) -> None:
         if event.pipeline in self._since:
-            self._since[event.pipeline] = self._observed.now
+            self._restart_clock(event.pipeline)
             self._excuses[event.pipeline] = 0
+
+    def _restart_clock(self, id: str) -> None:
+        now = self._observed.now
+        if now - self._since[id] > self._longest.get(id, 0) and self._monitor.concerns(id):
+            wait = self._rollout_wait(self._observed.pipelines[id], now)
+            self._closest.take(wait)
+            if wait.rule == "L1":
+                self._longest[id] = wait.waited_ns
+        self._since[id] = now
+
+    def _stop_clock(self, pipeline: Pipeline) -> None:
+        if pipeline.id in self._since:
+            if self._monitor.concerns(pipeline.id):
+                self._closest.take(self._rollout_wait(pipeline, self._observed.now))
+            del self._since[pipeline.id]
 
     def _resent(self, event: events.StateResent) -> None:
         """Completed trajectories whose own messages were lost are progress too."""
@@ -173,7 +200,7 @@ class LivenessOracles(Watcher):
         if pipeline is not None and pipeline.id in self._since and event.seq > pipeline.applied:
             before = sum(batch.delivered for batch in pipeline.batches.values())
             if sum(batch.delivered for batch in event.state.batches) > before:
-                self._since[pipeline.id] = self._observed.now
+                self._restart_clock(pipeline.id)
 
     def _own_failure(self, event: Any) -> None:
         self._last_failure = self._observed.entry + 1
@@ -182,7 +209,7 @@ class LivenessOracles(Watcher):
     def _excuse(self, id: str) -> None:
         if id in self._since and self._excuses[id] < EXCUSES:
             self._excuses[id] += 1
-            self._since[id] = self._observed.now
+            self._restart_clock(id)
 
     def _action_failed(self, event: events.ActionFailed | events.ActionUnknown) -> None:
         self._last_failure = self._observed.entry + 1
@@ -207,6 +234,8 @@ class LivenessOracles(Watcher):
         self._touch(request.gpus)
 
     def request_ended(self, request: Request) -> None:
+        if self._monitor.concerns(request.pipeline.id):
+            self._closest.take(self._request_wait(request, self._observed.now))
         if not request.granted:
             for id in request.gpus:
                 self._request_gone[id] = self._observed.entry
@@ -217,13 +246,30 @@ class LivenessOracles(Watcher):
         request = pipeline.requests.get(number) if pipeline else None
         if request is None or not self._monitor.concerns(id):
             return
-        bound = self._request_bound(request)
-        deadline = request.filed_at + bound
+        wait = self._request_wait(request, now_ns)
+        deadline = request.filed_at + wait.bound_ns
         if deadline >= now_ns:  # somebody came who may go first
             heapq.heappush(self._deadlines, (deadline, self._observed.entry, id, number))
             return
-        text = f"{id} asked for {request.role} ({request.priority.name}) and was not granted it in {show_s(bound)}"
-        self._starved("L3", text, deadline)
+        asked = f"{request.role} ({request.priority.name})"
+        self._starved(wait, f"{id} asked for {asked} and was not granted it in {show_s(wait.bound_ns)}", deadline)
+
+    def _request_wait(self, request: Request, until_ns: int) -> Wait:
+        waited, bound = until_ns - request.filed_at, self._request_bound(request)
+        return Wait("L3", request.pipeline.id, request.priority.name, waited, bound)
+
+    # --- how close all of them came --------------------------------------------------------------------
+
+    def closest(self) -> tuple[Wait, ...]:
+        """Of each rule with a bound, the wait that used most of it; those under way are as long as they are now."""
+        closest, now = Closest(self._closest.waits()), self._observed.now
+        for pipeline in self._observed.pipelines.values():
+            if self._monitor.concerns(pipeline.id):
+                if pipeline.id in self._since:
+                    closest.take(self._rollout_wait(pipeline, now))
+                for request in pipeline.requests.values():
+                    closest.take(self._request_wait(request, now))
+        return closest.waits()
 
     # --- bounds, computed when asked for and kept until somebody registers -------------------------------
 
@@ -238,6 +284,7 @@ class LivenessOracles(Watcher):
         if len(self._everyone) != len(self._observed.pipelines):
             self._everyone = [known.spec for known in self._observed.pipelines.values()]
             self._bounds.clear()
+            self._longest.clear()
         if key not in self._bounds:
             sharers = bounds.sharers_of(pipeline.spec, self._everyone)
             self._bounds[key] = formula(sharers, self._everyone)

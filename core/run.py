@@ -11,6 +11,7 @@ import anyio
 
 from core.accounting import Accounting
 from core.backend import Backend, load_backend
+from core.closeness import Wait
 from core.config import DriverPolicy, Scenario
 from core.driver import Driver
 from core.errors import TurnstileError
@@ -36,6 +37,8 @@ class Result:
         self.errors: dict[str, Exception | None] = {}
         """How each pipeline ended; None: all its steps are done."""
         self.violations: list[Violation] = []
+        self.closest: tuple[Wait, ...] = ()
+        """How close it came to its bounds: the closest wait of each rule that has one."""
         self.summary: dict[str, Any] = {}
         """The fields of `--json`."""
 
@@ -224,6 +227,7 @@ class _Run:
         if not self._stopped and hasattr(self._backend, "clock"):
             self._end_ns = self._backend.clock.now_ns()
         result.violations = self._monitor.violations
+        result.closest = self._monitor.closest()
         result.summary = {
             "scenario": self._scenario.name,
             "backend": result.backend,
@@ -235,6 +239,7 @@ class _Run:
                 {"rule": v.rule, "at_s": v.at_ns / 1e9, "detail": v.detail} for v in self._monitor.violations
             ],
             "diagnosis": result.diagnosis,
+            "closest": [wait.summary() for wait in result.closest],
         }
         return result
 

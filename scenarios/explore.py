@@ -19,6 +19,7 @@ from backends.sim.explore.campaign import Failure, Plan, Result, campaign
 from backends.sim.explore.case import Case, Strategy
 from backends.sim.explore.shrink import Shrinker
 from backends.sim.explore.swarm import CLASSES
+from core.closeness import BANDS, MEANING
 from core.errors import ConfigError
 from core.reading import MOST_WHOLE, nearest
 from core.topology import check_world
@@ -156,6 +157,7 @@ class Explorer:
         self._counts("exhaustive searches", total.searched)
         self._counts("outcomes", total.outcomes)
         self._counts("faults that struck", total.struck)
+        self._closeness()
         self._counts("found", total.found)
         if not total.found:
             self._say("found: nothing")
@@ -163,6 +165,14 @@ class Explorer:
     def _counts(self, what: str, counts: Counter[str]) -> None:
         if counts:
             self._say(f"{what}: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
+
+    def _closeness(self) -> None:
+        """A line a rule: which wait of all runs used most of its bound, and how much of it the longest of each did."""
+        for rule, (wait, seed) in sorted(self.total.closest.items()):
+            runs = ((band, self.total.bands[rule, band]) for band in BANDS)
+            told = ", ".join(f"{band} {count}" for band, count in runs if count)
+            head = f"closest to its bound, {MEANING[rule]}: {wait.percent:.3g} %"
+            self._say(f"{head} (seed {seed}: {wait}); runs by the part they used: {told}")
 
     def _say(self, text: str) -> None:
         self._paper.print(text)

@@ -258,7 +258,8 @@ def test_nobody_counts_as_dropped_what_was_never_delivered() -> None:
 
 
 def figures(result: campaign.Result) -> tuple[Any, ...]:
-    return result.runs, result.entries, result.decisions, result.runs_of, result.struck, result.outcomes, result.found
+    counts = result.runs_of, result.struck, result.outcomes, result.bands, result.found
+    return result.runs, result.entries, result.decisions, result.closest, *counts
 
 
 def test_what_is_found_does_not_depend_on_the_number_of_jobs() -> None:

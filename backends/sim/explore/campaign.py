@@ -21,6 +21,7 @@ from backends.sim.explore.artefact import Replay
 from backends.sim.explore.case import Case, Finding, Schedule, Strategy
 from backends.sim.explore.chance import Chance
 from backends.sim.explore.judge import Judgement, judge
+from core.closeness import Wait
 from core.config import Scenario
 from core.trace import header_of, replay
 
@@ -52,6 +53,13 @@ class Failure(NamedTuple):
     finding: Finding
 
 
+class Close(NamedTuple):
+    """A wait and the seed it came from."""
+
+    wait: Wait
+    seed: int
+
+
 class Result:
     """What came of one seed, or of several added up."""
 
@@ -68,6 +76,10 @@ class Result:
         self.struck: Counter[str] = Counter()
         """Faults by kind."""
         self.outcomes: Counter[str] = Counter()
+        self.closest: dict[str, Close] = {}
+        """By rule, of all runs the wait that came closest to its bound; of several the first one."""
+        self.bands: Counter[tuple[str, str]] = Counter()
+        """Runs by rule and by how close their closest wait came (`core.closeness.BANDS`)."""
         self.found: Counter[str] = Counter()
         """Failures by signature."""
         self.failures: list[Failure] = []
@@ -75,8 +87,10 @@ class Result:
     def add(self, other: "Result") -> None:
         for name in ("seeds", "runs", "entries", "decisions", "twice"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("searched", "runs_of", "struck", "outcomes", "found"):
+        for name in ("searched", "runs_of", "struck", "outcomes", "bands", "found"):
             getattr(self, name).update(getattr(other, name))
+        for close in other.closest.values():
+            self._came(close)
 
     def take(self, seed: int, case: Case, run: Judgement) -> None:
         self.runs += 1
@@ -85,8 +99,16 @@ class Result:
         self.runs_of[str(case.schedule.strategy)] += 1
         self.struck.update(run.struck)
         self.outcomes[run.outcome] += 1
+        for wait in run.closest:
+            self.bands[wait.rule, wait.band] += 1
+            self._came(Close(wait, seed))
         if run.finding is not None:
             self.fail(seed, case, run.finding)
+
+    def _came(self, close: Close) -> None:
+        known = self.closest.get(close.wait.rule)
+        if known is None or close.wait.closer(known.wait):
+            self.closest[close.wait.rule] = close
 
     def fail(self, seed: int, case: Case, finding: Finding) -> None:
         """Count it; of a signature that the same seed showed already, nothing more."""

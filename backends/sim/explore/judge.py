@@ -18,6 +18,7 @@ from backends.sim.loop import run_sim
 from backends.sim.policies import Policy
 from core import actions
 from core.backend import Clock
+from core.closeness import Wait
 from core.config import Fault
 from core.errors import InvariantBroken, RequestError, TurnstileError, WorldError
 from core.events import FaultInjected, Message, PipelineEnded
@@ -100,6 +101,8 @@ class Judgement:
         self.finding: Finding | None = None
         self.outcome = ""
         self.entries = 0
+        self.closest: tuple[Wait, ...] = ()
+        """How close it came to its bounds: the closest wait of each rule that has one."""
         self.struck: dict[str, int] = {}
         """Faults that happened, by kind."""
         self.decisions: list[int] = []
@@ -141,7 +144,7 @@ class Trial:
                 accounting=NoAccounting(),  # type: ignore[arg-type]
                 beside=self._beside,
             )
-            made.outcome = result.outcome
+            made.outcome, made.closest = result.outcome, result.closest
             made.finding = self._of_books() or self._of_monitor(result) or self._of_pipelines(result) or self._of_rest()
         except Exception as problem:
             error = first_error(problem)
