@@ -97,26 +97,30 @@ class StopPipeline(Action, frozen=True, kw_only=True):
     reason: str
 
 
-class GrantLease(Action, frozen=True, kw_only=True):
-    """Tell the pipeline that it holds `gpus`. After: every GPU confirmed free. Not delivered: taken back."""
+class Command(Action, frozen=True, kw_only=True):
+    """Told to a pipeline's client, and to no other client of that name."""
 
     pipeline: str
+    life: int = 0
+    """Which client of that name."""
+
+
+class GrantLease(Command, frozen=True, kw_only=True):
+    """Tell the pipeline that it holds `gpus`. After: every GPU confirmed free. Not delivered: taken back."""
+
     request: int
     role: Role
     epoch: int
     gpus: tuple[int, ...]
 
 
-class ConfirmRelease(Action, frozen=True, kw_only=True):
+class ConfirmRelease(Command, frozen=True, kw_only=True):
     """Tell the pipeline that its planned release is complete. After: its engines slept, memory seen free."""
 
-    pipeline: str
 
-
-class FailPipeline(Action, frozen=True, kw_only=True):
+class FailPipeline(Command, frozen=True, kw_only=True):
     """Tell the pipeline's client that it has failed and why; its workers are being stopped."""
 
-    pipeline: str
     reason: str
 
 

@@ -109,7 +109,8 @@ def deliver_grant(state: State, lease: Lease) -> None:
     """Tell the client; again, if it asks again."""
     state.ask(
         actions.GrantLease, lease, lease.book.spec.limits.command,
-        pipeline=lease.book.id, request=lease.request, role=lease.role, epoch=lease.epoch, gpus=lease.gpus,
+        pipeline=lease.book.id, life=lease.book.life, request=lease.request, role=lease.role, epoch=lease.epoch,
+        gpus=lease.gpus,
     )  # fmt: skip
 
 
@@ -391,8 +392,8 @@ def settle(state: State, book: PipelineBook) -> None:
         return
     if book.releasing and not book.clearing and not any(engine.holds for engine in book.engines):
         book.releasing = False
-        state.ask(actions.ConfirmRelease, None, book.spec.limits.command, pipeline=book.id)
+        state.ask(actions.ConfirmRelease, None, book.spec.limits.command, pipeline=book.id, life=book.life)
         state.touch(book)
     elif book.leave_asked and book.stop < 0:
         book.leave_asked = False
-        state.ask(actions.ConfirmRelease, None, book.spec.limits.command, pipeline=book.id)
+        state.ask(actions.ConfirmRelease, None, book.spec.limits.command, pipeline=book.id, life=book.life)

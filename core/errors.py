@@ -7,6 +7,7 @@
     │   ├── UnknownName         a pipeline, worker group, engine or request that was never declared
     │   ├── StaleLease          the epoch named is no longer the holder's
     │   └── Conflict            it contradicts what the same caller said before
+    │       └── Displaced       the scheduler listens to another client of that name
     ├── WorldError              the world's fault: hardware, a process, the network
     │   ├── OperationFailed     an engine or trainer operation ended in an error
     │   ├── OutOfMemory         a device or host had less free memory than was asked for
@@ -59,6 +60,10 @@ class StaleLease(RequestError):
 
 class Conflict(RequestError):
     """Contradicts what the same caller said before (a second registration with other mappings, say)."""
+
+
+class Displaced(Conflict):
+    """The scheduler listens to another client of this name: an earlier one that is not over, or a later one."""
 
 
 class WorldError(TurnstileError):

@@ -2,9 +2,10 @@
 
 Three families:
 
-* client messages carry `pipeline` and `seq`. A message is applied only if it is the next one
-  (`seq` = last applied + 1), or if it is a `StateResent` with a higher `seq`: that one carries the whole
-  state and so covers whatever was lost. Everything else is late, doubled or early, and changes nothing.
+* client messages carry `pipeline`, `life` and `seq`. A name can be used again once its pipeline is over; `life`
+  tells its clients apart, and only those of the present life count. Of these a message is applied only if it is
+  the next one (`seq` = last applied + 1), or if it is a `StateResent` with a higher `seq`: that one carries the
+  whole state and so covers whatever was lost. Everything else is late, doubled or early, and changes nothing.
 * outcomes: every action ends in exactly one of `ActionDone`, `ActionFailed`, `ActionUnknown`
   (timers: `TimerFired`).
 * things that happened by themselves: a process died, a node left, a client went silent.
@@ -27,13 +28,16 @@ class Message(Event, frozen=True, kw_only=True):
 
     pipeline: str
     seq: int
+    life: int = 0
+    """Which client of that name says it. Later clients have higher numbers."""
 
 
 # --- client messages ------------------------------------------------------------------------------------
 
 
 class PipelineRegistered(Message, frozen=True, kw_only=True):
-    """Declares the worker groups. Again with the same spec: no effect. First message, `seq` 0."""
+    """Declares the worker groups. Again with the same spec: no effect. First message, `seq` 0, and the one that begins
+    a new life once the one before is over."""
 
     spec: PipelineSpec
 
@@ -196,6 +200,8 @@ class ClientLost(Event, frozen=True, kw_only=True):
 
     pipeline: str
     reason: str
+    life: int = 0
+    """Which client of that name."""
 
 
 class NodeLeft(Event, frozen=True, kw_only=True):

@@ -218,17 +218,19 @@ class PipelineBook:
     """Everything the scheduler knows about one pipeline."""
 
     __slots__ = (
-        "id", "spec", "number", "phase", "reason", "seq", "batches", "opened_through", "requests", "leases",
+        "id", "spec", "number", "life", "phase", "reason", "seq", "batches", "opened_through", "requests", "leases",
         "requests_through", "published", "signal", "signals", "signalled_at", "consumed_at", "reported", "allocation",
         "hungry_since", "demand_since", "engines", "rank_at", "up", "open_demand", "open_target", "releasing", "stop",
         "planned_at", "leave_asked", "clearing", "degraded", "tp", "kept", "gave_way_at",
     )  # fmt: skip
 
-    def __init__(self, spec: PipelineSpec, number: int) -> None:
+    def __init__(self, spec: PipelineSpec, number: int, life: int = 0) -> None:
         self.id = spec.id
         self.spec = spec
         self.number = number
         """Order of registration."""
+        self.life = life
+        """Which client of that name it listens to."""
         self.phase = Phase.REGISTERED
         self.reason = ""
         """Why it failed."""
@@ -327,6 +329,8 @@ class Ledger:
         """Living pipelines with any worker group on each GPU."""
         self.books: dict[str, PipelineBook] = {}
         self.registrations = 0
+        self.ended: dict[str, int] = {}
+        """By name, the last client that was over before it was registered."""
         self.waiting: dict[Request, None] = {}
         """Requests not yet promised, in order of filing."""
         self.leases: dict[int, Lease] = {}

@@ -26,6 +26,8 @@ class Observed(Holdings):
         super().__init__(cluster, watcher)
         self._undo: tuple[int, Callable[[], object]] | None = None
         """The last message that can be rejected: its entry, and how to take it back."""
+        self._ended: dict[str, int] = {}
+        """By name, the last client that was over before it was registered."""
         self._handlers |= {
             events.PipelineRegistered: self._registered,
             events.PipelineAdmitted: self._plain_message,
@@ -43,6 +45,7 @@ class Observed(Holdings):
             events.EngineSuspected: self._plain_message,
             events.PipelineLeft: self._left,
             events.StateResent: self._state_resent,
+            events.ClientLost: self._end_life,
             actions.Note: self._note,
         }
 
@@ -57,13 +60,18 @@ class Observed(Holdings):
 
     def applies(self, message: events.Message) -> bool:
         """Whether this message, not yet taken in, will count."""
-        pipeline = self.pipelines.get(message.pipeline)
+        pipeline = self.speaker(message)
         return pipeline is not None and not pipeline.over and message.seq == pipeline.applied + 1
 
     # --- client messages -------------------------------------------------------------------------------
 
-    def _accept(self, message: events.Message) -> Pipeline | None:
+    def speaker(self, message: events.Message) -> Pipeline | None:
+        """The pipeline, if it is this client of it that counts."""
         pipeline = self.pipelines.get(message.pipeline)
+        return pipeline if pipeline is not None and pipeline.life == message.life else None
+
+    def _accept(self, message: events.Message) -> Pipeline | None:
+        pipeline = self.speaker(message)
         if pipeline is None or pipeline.over or message.seq != pipeline.applied + 1:
             return None
         pipeline.applied = message.seq
@@ -74,12 +82,20 @@ class Observed(Holdings):
 
     def _registered(self, message: events.PipelineRegistered) -> None:
         known = self.pipelines.get(message.pipeline)
-        if known is not None and not known.over and known.spec == message.spec:
-            return  # a retry
+        if known is not None and known.life == message.life:
+            if message.seq != known.applied + 1:
+                return
+            known.applied = message.seq
+            if not known.over and known.spec == message.spec:
+                return  # a retry
+        elif message.life <= self._ended.get(message.pipeline, -1) or (
+            known is not None and (message.life < known.life or not known.over)
+        ):
+            return  # too late, or too early
         if not self._possible(message.spec):
             return  # it will be rejected
-        self._replace(known, Pipeline(message.spec, message.seq))
-        new = self.pipelines[message.pipeline]
+        new = Pipeline(message.spec, message.life, message.seq)
+        self._replace(known, new)
         self._undo = (self.entry, lambda: self._replace(new, known))
 
     def _possible(self, spec: PipelineSpec) -> bool:
@@ -177,9 +193,17 @@ class Observed(Holdings):
     def _left(self, message: events.PipelineLeft) -> None:
         if (pipeline := self._accept(message)) is not None:
             self._end_pipeline(pipeline)
+        else:
+            self._end_life(message)
+
+    def _end_life(self, event: events.PipelineLeft | events.ClientLost) -> None:
+        """If it has not begun, it never will."""
+        known = self.pipelines.get(event.pipeline)
+        if known is None or event.life > known.life:
+            self._ended[event.pipeline] = max(event.life, self._ended.get(event.pipeline, -1))
 
     def _state_resent(self, message: events.StateResent) -> None:
-        pipeline = self.pipelines.get(message.pipeline)
+        pipeline = self.speaker(message)
         if pipeline is None or pipeline.over or message.seq <= pipeline.applied:
             return
         pipeline.applied = message.seq

@@ -146,13 +146,14 @@ class Batch:
 
 class Pipeline:
     __slots__ = (
-        "applied", "batches", "demand", "engines", "id", "initialised", "leases", "over", "promised", "published",
-        "releasing", "requests", "routable", "spec", "up",
+        "applied", "batches", "demand", "engines", "id", "initialised", "leases", "life", "over", "promised",
+        "published", "releasing", "requests", "routable", "spec", "up",
     )  # fmt: skip
 
-    def __init__(self, spec: PipelineSpec, seq: int) -> None:
+    def __init__(self, spec: PipelineSpec, life: int, seq: int) -> None:
         self.id = spec.id
         self.spec = spec
+        self.life = life
         self.applied = seq
         infer = spec.infer
         self.engines = [Engine(self, rank, infer.bundle(rank)) for rank in range(infer.size)]

@@ -196,7 +196,7 @@ class LivenessOracles(Watcher):
 
     def _resent(self, event: events.StateResent) -> None:
         """Completed trajectories whose own messages were lost are progress too."""
-        pipeline = self._observed.pipelines.get(event.pipeline)
+        pipeline = self._observed.speaker(event)
         if pipeline is not None and pipeline.id in self._since and event.seq > pipeline.applied:
             before = sum(batch.delivered for batch in pipeline.batches.values())
             if sum(batch.delivered for batch in event.state.batches) > before:

@@ -11,7 +11,7 @@ from core import actions, events
 from core.budget import check_fit
 from core.demand import demand, feed, progressed, released, signal_arrived
 from core.engines import deliver_grant, kill, quarantine, settle, watch_gpu
-from core.errors import Conflict, RequestError, UnknownName
+from core.errors import Conflict, Displaced, RequestError, UnknownName
 from core.leases import check_empty_handed, check_request, drop_request, end_lease, file_request, lease_of, release
 from core.ledger import EngineState, Phase, PipelineBook
 from core.model import BatchState, DemandPolicy, PipelineState, RequestState
@@ -25,21 +25,47 @@ BANDS = 8
 
 def receive(state: State, message: events.Message) -> None:
     """Apply one client message, or say why not."""
-    if isinstance(message, events.PipelineRegistered):
-        _answer(state, message, _register)
-        return
     book = state.ledger.books.get(message.pipeline)
-    if book is None:
-        error = UnknownName(f"no pipeline {message.pipeline!r} is registered; register it first")
-        state.out.replies.append(Reply(message.pipeline, message.seq, error))
-        return
-    whole = isinstance(message, events.StateResent)
-    if message.seq <= book.seq:
-        state.out.replies.append(Reply(book.id, book.seq))
-    elif whole or message.seq == book.seq + 1:
+    if book is None or message.life != book.life:
+        _of_another_life(state, message, book)
+    elif message.seq <= book.seq:
+        state.out.replies.append(Reply(book.id, book.life, book.seq))
+    elif isinstance(message, events.StateResent) or message.seq == book.seq + 1:
         book.seq = message.seq
         _answer(state, message, _HANDLERS[type(message)])
     # else: something before it is missing; unacknowledged, it will come again with the whole state
+
+
+def _of_another_life(state: State, message: events.Message, book: PipelineBook | None) -> None:
+    """From a client that is not the one listened to (`book`: whose; None: nobody's). It may begin a life of its own,
+    unless it comes too late for that: nobody would speak for what it registers."""
+    ended = state.ledger.ended.get(message.pipeline, -1)
+    if message.life <= ended or (book is not None and message.life < book.life):
+        error: RequestError = Displaced(f"this client of pipeline {message.pipeline} is over")
+    elif isinstance(message, events.PipelineRegistered):
+        _answer(state, message, _register)
+        return
+    else:
+        if isinstance(message, events.PipelineLeft):
+            state.ledger.ended[message.pipeline] = message.life
+        if book is not None and book.alive:
+            error = _displaced(book)
+        else:
+            error = UnknownName(f"no pipeline {message.pipeline!r} is registered; register it first")
+    state.out.replies.append(Reply(message.pipeline, message.life, message.seq, error))
+
+
+def _displaced(book: PipelineBook) -> Displaced:
+    return Displaced(f"another client speaks for pipeline {book.id}; let it leave, or be missed, first")
+
+
+def client_lost(state: State, event: events.ClientLost) -> None:
+    """A client is gone without a word. Whatever it said and is still on its way comes too late."""
+    book = state.ledger.books.get(event.pipeline)
+    if book is not None and event.life == book.life:
+        state.fail(book, event.reason, tell=False)
+    elif book is None or event.life > book.life:
+        state.ledger.ended[event.pipeline] = max(event.life, state.ledger.ended.get(event.pipeline, -1))
 
 
 def _answer(state: State, message: events.Message, handle: Callable[[State, events.Message], None]) -> None:
@@ -49,7 +75,7 @@ def _answer(state: State, message: events.Message, handle: Callable[[State, even
     except RequestError as mistake:
         error = mistake
         state.note("rejected", str(mistake), message.pipeline)
-    state.out.replies.append(Reply(message.pipeline, message.seq, error))
+    state.out.replies.append(Reply(message.pipeline, message.life, message.seq, error))
 
 
 def _book(state: State, message: events.Message) -> PipelineBook:
@@ -65,23 +91,21 @@ def _book(state: State, message: events.Message) -> PipelineBook:
 
 def _register(state: State, message: events.PipelineRegistered) -> None:
     spec, ledger = message.spec, state.ledger
-    known = ledger.books.get(spec.id)
+    known = ledger.books.get(message.pipeline)
     if message.pipeline != spec.id:
         raise Conflict(f"message from {message.pipeline!r} registers {spec.id!r}")
+    if known is not None and known.alive and message.life > known.life:
+        raise _displaced(known)
     if known is not None and known.alive and known.spec == spec:
         return
     check_spec(ledger.cluster, spec)
     if known is not None:
-        if (
-            known.stop > 0
-            or known.clearing
-            or (known.alive and (known.phase is not Phase.REGISTERED or known.requests))
-        ):
-            raise Conflict(
-                f"pipeline {spec.id} is in use with other worker groups; let it leave first"
-            )
+        if known.alive and (known.phase is not Phase.REGISTERED or known.requests):
+            raise Conflict(f"pipeline {spec.id} is in use with other worker groups; let it leave first")
+        if known.stop > 0 or known.clearing:
+            raise Conflict(f"the workers of an earlier pipeline {spec.id} are still being stopped; register it then")
         _forget(state, known)
-    book = PipelineBook(spec, ledger.registrations)
+    book = PipelineBook(spec, ledger.registrations, message.life)
     ledger.registrations += 1
     ledger.books[spec.id] = book
     book.seq = message.seq
@@ -121,7 +145,8 @@ def teardown(state: State, book: PipelineBook, tell: bool) -> None:
     """The pipeline is over: drop what it wanted, take back what it had, stop its workers."""
     ledger = state.ledger
     if tell:
-        state.ask(actions.FailPipeline, None, book.spec.limits.command, pipeline=book.id, reason=book.reason)
+        limit = book.spec.limits.command
+        state.ask(actions.FailPipeline, None, limit, pipeline=book.id, life=book.life, reason=book.reason)
     for request in list(book.requests.values()):
         drop_request(state, request)
     book.batches.clear()
@@ -374,6 +399,7 @@ def _resent_leases(state: State, book: PipelineBook, told: PipelineState) -> Non
 
 
 _HANDLERS: dict[type[events.Message], Callable[..., None]] = {
+    events.PipelineRegistered: _register,
     events.PipelineAdmitted: _admit,
     events.LeaseRequested: _request,
     events.RequestCancelled: _cancel,

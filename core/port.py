@@ -6,13 +6,13 @@ core never does. Calls that need no answer return at once; a mistake in one of t
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import anyio
 
 from core import actions, events
 from core.backend import Clock, Timer
-from core.errors import Conflict, RequestError, UnknownName
+from core.errors import Conflict, Displaced, RequestError, UnknownName
 from core.model import (
     BatchKind,
     BatchState,
@@ -23,6 +23,8 @@ from core.model import (
     Role,
 )
 from core.units import NS_PER_S
+
+M = TypeVar("M", bound=events.Message)
 
 RESEND_FIRST = 1 * NS_PER_S
 RESEND_MOST = 30 * NS_PER_S
@@ -83,9 +85,16 @@ class Port:
     """One pipeline's connection. `send(message)` carries a message; answers come by `replied` and `granted`."""
 
     def __init__(
-        self, pipeline: str, clock: Clock, send: Callable[[events.Message], None], tell: Callable[[events.Event], None]
+        self,
+        pipeline: str,
+        clock: Clock,
+        send: Callable[[events.Message], None],
+        tell: Callable[[events.Event], None],
+        life: int = 0,
     ) -> None:
         self.pipeline = pipeline
+        self.life = life
+        """Which client of that name this is: later ones have higher numbers."""
         self.gates: Gates = NoGates()
         self.tell = tell
         self._clock = clock
@@ -114,12 +123,12 @@ class Port:
     async def register(self, spec: PipelineSpec) -> None:
         """Declare the worker groups. Raises RequestError if the scheduler refuses them."""
         self._spec = spec
-        await self._ask(events.PipelineRegistered(pipeline=self.pipeline, seq=self._next(), spec=spec))
+        await self._ask(self._message(events.PipelineRegistered, spec=spec))
 
     async def admit(self) -> None:
         """Ask to be admitted. Raises TopologyError, with the sum, if the memory does not fit."""
         self._admission = True
-        await self._ask(events.PipelineAdmitted(pipeline=self.pipeline, seq=self._next()))
+        await self._ask(self._message(events.PipelineAdmitted))
 
     async def leave(self, error: str | None) -> None:
         """The pipeline is over. Returns once its workers are stopped and its GPUs given back."""
@@ -127,7 +136,7 @@ class Port:
             return
         self._left, self._left_error = True, error
         self._confirmed = _Waiter()
-        self._send(events.PipelineLeft(pipeline=self.pipeline, seq=self._next(), error=error))
+        self._send(self._message(events.PipelineLeft, error=error))
         try:
             await self._confirmed.event.wait()
         finally:
@@ -148,22 +157,15 @@ class Port:
         """Ask for a worker group's GPUs and wait until they are granted. Cancelling the wait takes the request back."""
         self._check()
         wanted = self._want(role, priority)
-        message = events.LeaseRequested(
-            pipeline=self.pipeline, seq=self._next(), request=wanted.request, role=role, priority=priority
-        )
+        message = self._message(events.LeaseRequested, request=wanted.request, role=role, priority=priority)
         return await self._await_grant(wanted, message)
 
     async def release_and_request(self, lease: Lease, role: Role, priority: Priority) -> Lease:
         """Release one lease and ask for another in one step. If the request is refused, nothing is released."""
         self._check()
         wanted = self._want(role, priority)
-        message = events.ReleasedAndRequested(
-            pipeline=self.pipeline,
-            seq=self._next(),
-            epoch=lease.epoch,
-            request=wanted.request,
-            role=role,
-            priority=priority,
+        message = self._message(
+            events.ReleasedAndRequested, epoch=lease.epoch, request=wanted.request, role=role, priority=priority
         )
         self._leases.pop(lease.epoch, None)
         try:
@@ -175,7 +177,7 @@ class Port:
     def release(self, lease: Lease) -> None:
         """Say that the worker group is offloaded. A claim: the scheduler looks at the memory itself."""
         self._leases.pop(lease.epoch, None)
-        self._send(events.LeaseReleased(pipeline=self.pipeline, seq=self._next(), epoch=lease.epoch))
+        self._send(self._message(events.LeaseReleased, epoch=lease.epoch))
 
     def _want(self, role: Role, priority: Priority) -> RequestState:
         self._requests += 1
@@ -201,7 +203,7 @@ class Port:
         self._waiting.pop(request, None)
         if waiter.lease is not None:
             self._leases.pop(waiter.lease.epoch, None)
-        self._send(events.RequestCancelled(pipeline=self.pipeline, seq=self._next(), request=request))
+        self._send(self._message(events.RequestCancelled, request=request))
 
     # --- rollout ---------------------------------------------------------------------------------------
 
@@ -210,12 +212,12 @@ class Port:
         self._check()
         self._batches[batch] = BatchState(batch=batch, target=target, kind=kind)
         self._opened_through = max(self._opened_through, batch)
-        self._send(events.BatchOpened(pipeline=self.pipeline, seq=self._next(), batch=batch, target=target, kind=kind))
+        self._send(self._message(events.BatchOpened, batch=batch, target=target, kind=kind))
 
     def rollout_signal(self, batch: int) -> None:
         """The one-shot rollout request that the policies `signal` and `floor` listen to."""
         self._signals += 1
-        self._send(events.RolloutSignalled(pipeline=self.pipeline, seq=self._next(), batch=batch))
+        self._send(self._message(events.RolloutSignalled, batch=batch))
 
     def trajectory_completed(
         self,
@@ -231,9 +233,9 @@ class Port:
         state = self._open(batch)
         self._batches[batch] = BatchState(batch=batch, target=state.target, delivered=delivered, kind=state.kind)
         self._send(
-            events.TrajectoryCompleted(
-                pipeline=self.pipeline, seq=self._next(), batch=batch, delivered=delivered, trajectory=trajectory,
-                attempt=attempt, dp_rank=dp_rank, segments=segments,
+            self._message(
+                events.TrajectoryCompleted, batch=batch, delivered=delivered, trajectory=trajectory, attempt=attempt,
+                dp_rank=dp_rank, segments=segments,
             )
         )  # fmt: skip
 
@@ -242,9 +244,7 @@ class Port:
         kind = self._open(batch).kind
         self._batches[batch] = BatchState(batch=batch, target=target, delivered=delivered, kind=kind)
         self._send(
-            events.DemandChanged(
-                pipeline=self.pipeline, seq=self._next(), batch=batch, target=target, delivered=delivered, reason=reason
-            )
+            self._message(events.DemandChanged, batch=batch, target=target, delivered=delivered, reason=reason)
         )
 
     def _open(self, batch: int) -> BatchState:
@@ -256,23 +256,23 @@ class Port:
     def batch_closed(self, batch: int, reason: str) -> None:
         """The batch is taken, released, cancelled or failed."""
         self._batches.pop(batch, None)
-        self._send(events.BatchClosed(pipeline=self.pipeline, seq=self._next(), batch=batch, reason=reason))
+        self._send(self._message(events.BatchClosed, batch=batch, reason=reason))
 
     def weights_published(self, version: int) -> None:
         """This version is complete in the weight cache."""
         self._check()
         self._published = version
-        self._send(events.WeightsPublished(pipeline=self.pipeline, seq=self._next(), version=version))
+        self._send(self._message(events.WeightsPublished, version=version))
 
     def engine_suspected(self, dp_rank: int, reason: str) -> None:
         """The engine does not answer within the pipeline's limit."""
-        self._send(events.EngineSuspected(pipeline=self.pipeline, seq=self._next(), dp_rank=dp_rank, reason=reason))
+        self._send(self._message(events.EngineSuspected, dp_rank=dp_rank, reason=reason))
 
     async def release_rollout(self) -> None:
         """Give up all rollout engines. Returns once they slept and their memory was seen free."""
         self._releasing = True
         self._confirmed = _Waiter()
-        self._send(events.RolloutReleased(pipeline=self.pipeline, seq=self._next()))
+        self._send(self._message(events.RolloutReleased))
         await self._confirmed.event.wait()
         self._releasing = False
         if self._confirmed.error is not None:
@@ -282,8 +282,8 @@ class Port:
 
     def replied(self, seq: int, error: RequestError | None) -> None:
         """Everything up to `seq` has arrived; `error` is about the message `seq`."""
-        if seq > self._seq:
-            self._displaced()
+        if isinstance(error, Displaced):
+            self._displaced(error)
             return
         error_told = False
         self._acked = max(self._acked, seq)
@@ -300,13 +300,12 @@ class Port:
         if error is not None and not error_told:
             self._refused(error)
 
-    def _displaced(self) -> None:
-        """More is acknowledged than was ever said here: the scheduler listens to another client of this name (one
-        before a restart, perhaps, whose silence nobody has noticed yet) and takes what we say for its repetitions."""
-        error = Conflict(f"another client speaks for pipeline {self.pipeline}; let it leave, or be missed, first")
+    def _displaced(self, error: Displaced) -> None:
+        """Nothing that is said here counts, so there is no use in waiting, or in repeating it."""
         if self._resend is not None:
             self._resend.cancel()
             self._resend = None
+        self._acked = self._seq
         waiters = [waiter for answered in self._answers.values() for waiter in answered]
         waiters += [waiter for _, waiter in self._waiting.values()]
         for waiter in dict.fromkeys([*waiters, *([self._confirmed] if self._confirmed else [])]):
@@ -337,6 +336,8 @@ class Port:
 
     def command(self, action: actions.GrantLease | actions.ConfirmRelease | actions.FailPipeline) -> str | None:
         """Take a command of the scheduler: None, or why it was not taken."""
+        if action.life != self.life:
+            return "its client is gone"
         match action:
             case actions.GrantLease():
                 if not self.granted(action.request, action.epoch, action.gpus):
@@ -354,9 +355,10 @@ class Port:
 
     # --- sending ---------------------------------------------------------------------------------------
 
-    def _next(self) -> int:
+    def _message(self, of: type[M], /, **said: Any) -> M:
+        """The next message."""
         self._seq += 1
-        return self._seq
+        return of(pipeline=self.pipeline, seq=self._seq, life=self.life, **said)
 
     def _check(self) -> None:
         """Raise what an earlier call did wrong and did not wait to hear."""
@@ -389,19 +391,19 @@ class Port:
         if self._closed or self._acked >= self._seq:
             return
         if self._acked < 0 and self._spec is not None:  # nobody knows us yet: a state would mean nothing
-            self._carry(events.PipelineRegistered(pipeline=self.pipeline, seq=0, spec=self._spec))
+            self._carry(events.PipelineRegistered(pipeline=self.pipeline, seq=0, life=self.life, spec=self._spec))
         else:
             self._repeat_state()
         if self._acked < self._seq and self._resend is None:
             self._arm()
 
     def _repeat_state(self) -> None:
-        self._seq += 1
+        message = self._message(events.StateResent, state=self.state())
         # Whoever waits for the answer to a lost message waits for the answer to this one from now on.
         waiting = [waiter for seq in list(self._answers) if seq > self._acked for waiter in self._answers.pop(seq)]
         if waiting:
             self._answers[self._seq] = waiting
-        self._carry(events.StateResent(pipeline=self.pipeline, seq=self._seq, state=self.state()))
+        self._carry(message)
 
     def state(self) -> PipelineState:
         """The whole state, as a repetition carries it."""

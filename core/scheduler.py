@@ -24,7 +24,7 @@ from core.engines import (
 from core.leases import grant_delivered, lease_overdue
 from core.ledger import Engine, Hold, Lease, PipelineBook
 from core.model import Cluster, DemandPolicy
-from core.pipelines import receive, stopped, teardown
+from core.pipelines import client_lost, receive, stopped, teardown
 from core.planner import Plan, plan
 from core.reconciler import reconcile
 from core.regions import Regions
@@ -197,12 +197,6 @@ def _trainer_failed(state: State, event: events.TrainerFailed) -> None:
         state.fail(book, event.reason)
 
 
-def _client_lost(state: State, event: events.ClientLost) -> None:
-    book = state.ledger.books.get(event.pipeline)
-    if book is not None:
-        state.fail(book, event.reason, tell=False)
-
-
 _HANDLERS: dict[type[events.Event], Callable[..., None]] = {
     events.ActionDone: _done,
     events.ActionFailed: _failed,
@@ -210,6 +204,6 @@ _HANDLERS: dict[type[events.Event], Callable[..., None]] = {
     events.TimerFired: _timer,
     events.EngineDied: engine_died,
     events.TrainerFailed: _trainer_failed,
-    events.ClientLost: _client_lost,
+    events.ClientLost: client_lost,
     events.NodeLeft: node_left,
 }

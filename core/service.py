@@ -36,6 +36,8 @@ class Client(Protocol):
     answers ends as *unknown* at the command's limit, like any operation."""
 
     gates: Gates
+    life: int
+    """Which client of that name."""
 
     def replied(self, seq: int, error: RequestError | None) -> None:
         """Everything up to `seq` has arrived; `error` is about the message `seq`."""
@@ -85,6 +87,8 @@ class Service:
         self._busy = False
         self._frozen = False
         self._ports: dict[str, Port | Client] = {}
+        self._lives: dict[str, int] = {}
+        """Number of the last connection of that name."""
         self._heard: dict[str, int] = {}
         self._entry_of: dict[int, int] = {}
         self._limits: dict[int, Timer] = {}
@@ -119,8 +123,9 @@ class Service:
 
     def connect(self, pipeline: str) -> Port:
         """A new connection for a pipeline; it replaces an older one of the same name."""
-        port = Port(pipeline, self.backend.clock, partial(self.backend.carry, deliver=self.deliver), self.tell)
-        self._ports[pipeline] = port
+        carry = partial(self.backend.carry, deliver=self.deliver)
+        self._lives[pipeline] = life = self._lives.get(pipeline, -1) + 1
+        port = self._ports[pipeline] = Port(pipeline, self.backend.clock, carry, self.tell, life)
         return port
 
     def attach(self, pipeline: str, client: Client) -> None:
@@ -195,7 +200,7 @@ class Service:
             self._start(action, self._log(now, action, cause))
         for reply in decision.replies:
             port = self._ports.get(reply.pipeline)
-            if port is not None:
+            if port is not None and port.life == reply.life:
                 port.replied(reply.seq, reply.error)
 
     def _noted(self, note: actions.Note) -> None:

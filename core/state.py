@@ -30,10 +30,11 @@ Subject = Engine | Lease | Clearing | PipelineBook | None
 class Reply:
     """The answer to a client message: acknowledged up to `seq`, with an error if that message was refused."""
 
-    __slots__ = ("pipeline", "seq", "error")
+    __slots__ = ("pipeline", "life", "seq", "error")
 
-    def __init__(self, pipeline: str, seq: int, error: RequestError | None = None) -> None:
+    def __init__(self, pipeline: str, life: int, seq: int, error: RequestError | None = None) -> None:
         self.pipeline = pipeline
+        self.life = life
         self.seq = seq
         self.error = error
 

@@ -52,6 +52,8 @@ class CoreWorld:
         self.pending: dict[int, actions.Action] = {}
         """Actions in flight, oldest first."""
         self.timers: dict[str, actions.StartTimer] = {}
+        self.life: dict[str, int] = {}
+        """Which client of its name speaks for a pipeline; 0 if it is not here."""
         self.seq: dict[str, int] = {}
         self.requests: dict[str, int] = {}
         self.leases: dict[str, dict[int, actions.GrantLease]] = {}
@@ -91,12 +93,15 @@ class CoreWorld:
     def say(self, kind: type[events.Message], pipeline: str, **fields: Any) -> Any:
         """A client message; the reply to it."""
         self.seq[pipeline] = self.seq.get(pipeline, -1) + 1
-        decision = self.feed(kind(pipeline=pipeline, seq=self.seq[pipeline], **fields))
+        life = self.life.get(pipeline, 0)
+        decision = self.feed(kind(pipeline=pipeline, seq=self.seq[pipeline], life=life, **fields))
         return decision.replies[-1].error if decision.replies else None
 
     def end(self, action: actions.Action, how: str = "done") -> Decision:
         """Let an action end: done, failed or unknown."""
         del self.pending[action.action]
+        if how == "done" and isinstance(action, actions.Command) and action.life != self.life.get(action.pipeline, 0):
+            how = "failed"  # it is for a client that is gone
         if how == "failed":
             return self.feed(events.ActionFailed(action=action.action, reason="it broke"))
         if how == "unknown":
@@ -138,6 +143,12 @@ class CoreWorld:
         """Register and admit; the error of whichever was refused."""
         refused = self.say(events.PipelineRegistered, spec.id, spec=spec)
         return refused or self.say(events.PipelineAdmitted, spec.id)
+
+    def new_client(self, name: str) -> None:
+        """Somebody else speaks under that name from now on, and knows nothing of what was before."""
+        self.life[name] = self.life.get(name, 0) + 1
+        for known in (self.seq, self.requests, self.leases, self.batches, self.next_batch):
+            known.pop(name, None)  # type: ignore[attr-defined]
 
     def ask(self, name: str, role: Role = Role.ACTOR_TRAIN, priority: Priority = Priority.ACTOR_TRAINING) -> Any:
         self.requests[name] = self.requests.get(name, -1) + 1

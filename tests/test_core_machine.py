@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from core import actions, events
+from core.errors import Displaced
 from core.ledger import EngineState, Hold, Phase
 from core.model import DemandPolicy, OnPreempt, Partial, PipelineState, Priority, RequestState, Role
 
@@ -89,27 +90,69 @@ class Core(RuleBasedStateMachine):
 
     @rule(data=st.data(), name=st.sampled_from(NAMES))
     def join(self, data: Any, name: str) -> None:
-        if self.book(name) is not None:
+        if self.book(name) is None:
+            self.join_anew(data, name)
+
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
+    def join_under_a_used_name(self, data: Any, name: str) -> None:
+        """Somebody else, once the pipeline is over; before that it is told that it cannot, and nothing happens."""
+        before = self.book(name)
+        if before is None:
             return
+        if before.alive:
+            late = events.PipelineRegistered(pipeline=name, seq=0, life=before.life + 1, spec=before.spec)
+            decision = self.world.feed(late)
+            assert isinstance(decision.replies[-1].error, Displaced) and not decision.actions
+            return
+        self.world.new_client(name)
+        self.join_anew(data, name)
+        if self.book(name) is before:  # its workers are still being stopped
+            assert before.stop > 0 or before.clearing
+
+    def join_anew(self, data: Any, name: str) -> None:
         one = data.draw(specs(name, self.gpus, self.world.state.ledger.cluster.gpus_per_node))
-        refused = self.world.join(one)
-        if refused is None:
+        if self.world.join(one) is None:
             self.joined[name] = one
             self.world.ask(name, Role.ACTOR_TRAIN, Priority.INITIALIZATION)
+
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
+    def hear_an_echo(self, data: Any, name: str) -> None:
+        """Anything that was ever said under that name arrives once more, whoever said it."""
+        said = [event for _, event in self.world.log if isinstance(event, events.Message) and event.pipeline == name]
+        if not said:
+            return
+        before = self.book(name)
+        decision = self.world.feed(self.pick(said, data))
+        assert not decision.actions
+        if before is not None:
+            assert self.book(name) is before
+
+    @rule(name=st.sampled_from(NAMES), lost=st.booleans())
+    def give_up_before_being_heard(self, name: str, lost: bool) -> None:
+        """The registration is on its way when its client is gone; when it arrives, nobody is there to speak for it."""
+        before = self.book(name)
+        if before is not None and before.alive:
+            return
+        self.world.new_client(name)
+        life = self.world.life[name]
+        gone = events.ClientLost(pipeline=name, life=life, reason="silence")
+        self.world.feed(gone if lost else events.PipelineLeft(pipeline=name, seq=1, life=life))
+        late = events.PipelineRegistered(pipeline=name, seq=0, life=life, spec=spec(name))
+        assert not self.world.feed(late).actions and self.book(name) is before
+        self.world.new_client(name)
 
     @rule(name=st.sampled_from(NAMES))
     def register_again(self, name: str) -> None:
         if self.alive(name) and name in self.joined:
             before = self.book(name)
-            self.world.feed(events.PipelineRegistered(pipeline=name, seq=0, spec=self.joined[name]))
+            assert self.world.say(events.PipelineRegistered, name, spec=self.joined[name]) is None
             assert self.book(name) is before
 
     @rule(name=st.sampled_from(NAMES))
     def register_otherwise(self, name: str) -> None:
         if self.alive(name) and self.book(name).phase is Phase.READY:
             other = spec(name, (0,), (0,), min_residence=1)
-            decision = self.world.feed(events.PipelineRegistered(pipeline=name, seq=0, spec=other))
-            assert decision.replies[-1].error is not None
+            assert self.world.say(events.PipelineRegistered, name, spec=other) is not None
             assert self.book(name).spec != other
 
     @rule(name=st.sampled_from(NAMES), wanted=st.integers(1, 6))
@@ -218,7 +261,10 @@ class Core(RuleBasedStateMachine):
         """A late or doubled message changes nothing."""
         if self.book(name) is None:
             return
-        decision = self.world.feed(events.BatchOpened(pipeline=name, seq=self.book(name).seq, batch=99, target=99))
+        book = self.book(name)
+        decision = self.world.feed(
+            events.BatchOpened(pipeline=name, seq=book.seq, life=book.life, batch=99, target=99)
+        )
         assert not decision.actions
         assert not decision.notes
 
@@ -226,8 +272,8 @@ class Core(RuleBasedStateMachine):
     def say_too_early(self, name: str) -> None:
         """A message with a gap before it is not taken, and not acknowledged."""
         if self.book(name) is not None:
-            seq = self.book(name).seq + 2
-            decision = self.world.feed(events.BatchOpened(pipeline=name, seq=seq, batch=99, target=99))
+            seq, life = self.book(name).seq + 2, self.book(name).life
+            decision = self.world.feed(events.BatchOpened(pipeline=name, seq=seq, life=life, batch=99, target=99))
             assert not decision.actions
             assert not decision.replies
 
@@ -304,7 +350,9 @@ class Core(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def client_is_lost(self, name: str) -> None:
         if self.alive(name):
-            self.world.feed(events.ClientLost(pipeline=name, reason="silence"))
+            earlier = self.world.feed(events.ClientLost(pipeline=name, life=self.book(name).life - 1, reason="silence"))
+            assert self.alive(name) and not earlier.actions
+            self.world.feed(events.ClientLost(pipeline=name, life=self.book(name).life, reason="silence"))
             assert not self.alive(name)
 
     @precondition(lambda self: self.world.state.ledger.cluster.nodes > 1 and not self.lost_nodes)

@@ -244,15 +244,14 @@ def test_i24_registering_again_changes_nothing_and_otherwise_is_refused_while_gp
     core.ready(mine)
     core.open("a", 20)
     core.settle()
-    again = core.feed(events.PipelineRegistered(pipeline="a", seq=0, spec=mine))
-    assert again.replies[-1].error is None and not again.actions
-    other = core.feed(events.PipelineRegistered(pipeline="a", seq=0, spec=spec("a", (0,), (0,))))
-    assert isinstance(other.replies[-1].error, Conflict)
+    assert core.say(events.PipelineRegistered, "a", spec=mine) is None
+    assert isinstance(core.say(events.PipelineRegistered, "a", spec=spec("a", (0,), (0,))), Conflict)
+    echo = core.feed(events.PipelineRegistered(pipeline="a", seq=0, spec=spec("a", (0,), (0,))))
+    assert echo.replies[-1].error is None and core.state.ledger.books["a"].spec == mine
     assert core.serving("a") == [0, 1]
     core.say(events.PipelineLeft, "a")
     core.settle()
-    core.seq.pop("a")
-    core.requests.pop("a")
+    core.new_client("a")
     core.ready(spec("a", (1,), (1,)))
     assert core.state.ledger.books["a"].phase is Phase.READY
 

@@ -1,6 +1,10 @@
 """Single rules of the scheduler, on the books alone. Each test closes a hole that a mutant showed (docs/mutants.md)."""
 
+import pytest
+
 from core import events
+from core.errors import Displaced, UnknownName
+from core.model import PipelineState
 from core.units import seconds
 from tests.core_world import LIMITS, CoreWorld, spec
 
@@ -69,3 +73,48 @@ def test_a_gpu_whose_node_left_is_given_to_nobody() -> None:
     world.settle()
     assert world.holder(1) == "lost"
     assert world.serving("a") == [0]
+
+
+def test_what_an_earlier_client_of_a_name_said_does_not_count_for_the_present_one() -> None:
+    world = CoreWorld()
+    world.ready(spec("a"))
+    world.say(events.PipelineLeft, "a")
+    world.settle()
+    world.new_client("a")
+    world.ready(spec("a"))
+    book = world.state.ledger.books["a"]
+    for late in (
+        events.BatchOpened(pipeline="a", seq=book.seq + 1, batch=0, target=4),
+        events.StateResent(pipeline="a", seq=book.seq + 9, state=PipelineState(left=True)),
+        events.PipelineRegistered(pipeline="a", seq=0, spec=spec("a", (1,))),
+        events.ClientLost(pipeline="a", reason="no heartbeat"),
+    ):
+        seq = book.seq
+        decision = world.feed(late)
+        assert world.state.ledger.books["a"] is book and book.alive and book.seq == seq and not book.batches
+        assert not decision.actions
+        assert all(reply.life == 0 and isinstance(reply.error, Displaced) for reply in decision.replies)
+
+
+@pytest.mark.parametrize("gone", [
+    events.PipelineLeft(pipeline="a", seq=1), events.ClientLost(pipeline="a", reason="no heartbeat")
+])  # fmt: skip
+def test_a_client_that_gave_up_before_it_was_heard_registers_nothing(gone: events.Event) -> None:
+    """Its registration is still on its way then, and nobody would speak for what it registers."""
+    world = CoreWorld()
+    for reply in world.feed(gone).replies:
+        assert isinstance(reply.error, UnknownName)
+    world.feed(events.PipelineRegistered(pipeline="a", seq=0, spec=spec("a")))
+    assert not world.state.ledger.books
+    world.new_client("a")
+    world.ready(spec("a"))
+
+
+def test_a_registration_that_comes_once_more_after_its_pipeline_left_registers_nothing() -> None:
+    world = CoreWorld()
+    world.ready(spec("a"))
+    world.say(events.PipelineLeft, "a")
+    world.settle()
+    book = world.state.ledger.books["a"]
+    assert not world.feed(events.PipelineRegistered(pipeline="a", seq=0, spec=spec("a"))).actions
+    assert world.state.ledger.books["a"] is book and not book.alive

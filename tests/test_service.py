@@ -281,12 +281,12 @@ async def test_what_cannot_fit_is_refused_at_admission_with_the_sum() -> None:
 async def test_registering_again_is_nothing_and_otherwise_is_refused() -> None:
     bench = Bench()
     async with bench.service:
-        await bench.ready("a", (0,))
+        port, _ = await bench.ready("a", (0,))
         before = bench.service.state.ledger.books["a"]
-        await bench.service.connect("a").register(spec("a", (0,), (0, 1)))
+        await port.register(spec("a", (0,), (0, 1)))
         assert bench.service.state.ledger.books["a"] is before
         with pytest.raises(Conflict, match="other worker groups"):
-            await bench.service.connect("a").register(spec("a", (1,), (0, 1)))
+            await port.register(spec("a", (1,), (0, 1)))
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])

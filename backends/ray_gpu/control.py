@@ -68,6 +68,7 @@ class _Client:
         self._link = link
         self._pipeline = pipeline
         self.gates = self
+        self.life = 0  # a driver has its names to itself
 
     def replied(self, seq: int, error: RequestError | None) -> None:
         self._link.outbox.frame(wire.Replied(pipeline=self._pipeline, seq=seq, error=wire.pack_error(error)))

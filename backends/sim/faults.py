@@ -129,8 +129,12 @@ class Faults:
         cancel = self.on_kill_client.get(pipeline)
         if cancel is not None:
             cancel()
+        self.miss(pipeline, self._wire.lives.get(pipeline, 0))
+
+    def miss(self, pipeline: str, life: int) -> None:
+        """From now on this client sends no heartbeat; past the limit that is noticed."""
         limit = self._world.options.heartbeat
-        lost = ClientLost(pipeline=pipeline, reason=f"no heartbeat for {show_s(limit)}")
+        lost = ClientLost(pipeline=pipeline, reason=f"no heartbeat for {show_s(limit)}", life=life)
         self._after(limit, lambda: self._world.tell(lost))
 
     def _remove_node(self, fault: Fault) -> None:

@@ -19,11 +19,14 @@ class Wire:
     def __init__(self, world: World) -> None:
         self._world = world
         self._cut: dict[str, None] = {}
+        self.lives: dict[str, int] = {}
+        """By pipeline, which client of that name spoke last."""
         self.deaf = False
         """The service is away."""
 
     def carry(self, message: Message, deliver: Deliver) -> None:
         armed, pipeline = self._world.armed, message.pipeline
+        self.lives[pipeline] = message.life
         if armed.none and not self.deaf and not self._cut:
             deliver(message)
             return

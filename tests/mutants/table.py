@@ -50,9 +50,27 @@ MESSAGES = (
     ),
     Mutant(
         "out-of-order-applied", "core/pipelines.py",
-        "elif whole or message.seq == book.seq + 1:",
+        "elif isinstance(message, events.StateResent) or message.seq == book.seq + 1:",
         "else:",
         "L2: a message with a gap before it waits for the whole state.",
+    ),
+    Mutant(
+        "registration-never-late", "core/pipelines.py",
+        "if book is None or message.life != book.life:",
+        "if book is None or message.life != book.life or type(message) is events.PipelineRegistered:",
+        "L2: a registration that arrives when its pipeline is over begins nothing.",
+    ),
+    Mutant(
+        "earlier-client-heard", "core/pipelines.py",
+        "if book is None or message.life != book.life:",
+        "if book is None or message.life > book.life:",
+        "S7: what an earlier client of a name said does not count for the present one.",
+    ),
+    Mutant(
+        "unheard-client-remembered-by-nobody", "core/pipelines.py",
+        "if message.life <= ended or (",
+        "if (",
+        "L2: a client that gave up before it was heard registers nothing.",
     ),
     Mutant(
         "port-repeats-nothing", "core/port.py",

@@ -134,6 +134,7 @@ class Client:
         """Registers once more, with other worker groups or from a new connection."""
         if move.number % 2:
             self._port.close()
+            self._world.miss(self._spec.id, self._port.life)
             self._port = self._service.connect(self._spec.id)
         await self._port.register(msgspec.structs.replace(self._spec, staleness=self._spec.staleness + 1))
 
@@ -258,7 +259,8 @@ class Client:
     async def repeat(self, move: Move) -> None:
         """Its first message again, long after it was answered."""
         if self._registered:
-            self._world.say(events.PipelineRegistered(pipeline=self._spec.id, seq=0, spec=self._spec))
+            first = events.PipelineRegistered(pipeline=self._spec.id, seq=0, life=self._port.life, spec=self._spec)
+            self._world.say(first)
 
     async def nonsense(self, move: Move) -> None:
         said = NONSENSE[move.number % len(NONSENSE)]

@@ -66,6 +66,10 @@ class World(SimBackend):
         """This client's process is gone."""
         self._faults._strike(Fault(at=0, kind="kill_client", pipeline=pipeline))
 
+    def miss(self, pipeline: str, life: int) -> None:
+        """This client of that name has gone away without a word; another may take its place."""
+        self._faults.miss(pipeline, life)
+
     def say(self, message: Message) -> None:
         """A message from the past, straight to the service."""
         self._deliver(message)
