@@ -160,7 +160,7 @@ def _memory(state: State, action: Action, clearing: Clearing, failure: str | Non
     if failure is None:
         memory_seen(state, clearing, action, free)  # type: ignore[arg-type]
     else:
-        memory_missing(state, clearing, failure)
+        memory_missing(state, clearing, failure, free)
 
 
 def _timer(state: State, event: events.TimerFired) -> None:
