@@ -23,7 +23,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from core import events
-from core.backend import Attempt, Backend, Generation, Timer
+from core.backend import Attempt, Backend, Bell, Generation, Timer
 from core.config import Job
 from core.errors import Conflict, PipelineFailed, WorldError
 from core.model import BatchKind, Partial
@@ -104,7 +104,7 @@ class _Worker:
         self.flight: _Flight | None = None
         self.retired = False
         self.scope = anyio.CancelScope()
-        self.wake: anyio.Event | None = None
+        self.wake: Bell | None = None
 
     def take(self, flight: _Flight) -> None:
         self.flight = flight
@@ -133,8 +133,7 @@ class Gateway:
         self._clock = backend.clock
         self._reward = reward
         self._tasks: TaskGroup | None = None
-        self._event: type[anyio.Event] = anyio.Event
-        """The class behind it under this event loop: asked for by that name, each costs three times as much."""
+        self._bell: Callable[[], Bell] = getattr(backend, "bell", anyio.Event)
         self._idle: list[_Worker] = []
         self._slots = 0
         self._engines: list[_Engine] = []
@@ -150,7 +149,6 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
-        self._event = type(anyio.Event())
         return self
 
     async def __aexit__(self, *problem: object) -> bool | None:
@@ -337,7 +335,7 @@ class Gateway:
         with worker.scope:
             while not worker.retired:
                 if worker.flight is None:
-                    worker.wake = self._event()
+                    worker.wake = self._bell()
                     await worker.wake.wait()
                 flight, worker.flight = worker.flight, None
                 assert flight is not None, "woken without a flight"

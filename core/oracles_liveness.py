@@ -54,6 +54,7 @@ class LivenessOracles(Watcher):
         self._scheduled: dict[str, None] = {}
         self._excuses: dict[str, int] = {}
         self._bounds: dict[object, int] = {}
+        self._sharers: dict[str, list[PipelineSpec]] = {}
         self._everyone: list[PipelineSpec] = []
         self._touched: deque[tuple[int, int]] = deque()
         self._touched_at: dict[int, int] = {}
@@ -238,10 +239,17 @@ class LivenessOracles(Watcher):
         if len(self._everyone) != len(self._observed.pipelines):
             self._everyone = [known.spec for known in self._observed.pipelines.values()]
             self._bounds.clear()
+            self._sharers.clear()
         if key not in self._bounds:
-            sharers = bounds.sharers_of(pipeline.spec, self._everyone)
-            self._bounds[key] = formula(sharers, self._everyone)
+            self._bounds[key] = formula(self._sharers_of(pipeline.spec), self._everyone)
         return self._bounds[key]
+
+    def _sharers_of(self, spec: PipelineSpec) -> list[PipelineSpec]:
+        """Whoever shares GPUs with it, directly or through others, has the same sharers."""
+        if spec.id not in self._sharers:
+            sharers = bounds.sharers_of(spec, self._everyone)
+            self._sharers.update((other.id, sharers) for other in sharers)
+        return self._sharers[spec.id]
 
     # --- L4: work conservation -------------------------------------------------------------------------
 
