@@ -306,7 +306,8 @@ class Gateway:
             batch.version = engine.version
         engine.in_flight += 1
         limit = self._job.reissue_after
-        flight = _Flight(trajectory, engine, self._usable_prefix(trajectory), self._clock.now_ns() + limit)
+        prefix = self._usable_prefix(trajectory) if trajectory.prefix else ()
+        flight = _Flight(trajectory, engine, prefix, self._clock.now_ns() + limit)
         if limit:
             self._watch(flight)
         self._worker().take(flight)
@@ -321,8 +322,6 @@ class Gateway:
 
     def _usable_prefix(self, trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
         """What was generated so far, unless its oldest segment would break the batch's rule on versions."""
-        if not trajectory.prefix:
-            return ()
         batch, oldest = trajectory.batch, trajectory.prefix[0][0]
         if batch.kind is BatchKind.EVAL:
             return trajectory.prefix if all(version == batch.version for version, _ in trajectory.prefix) else ()
@@ -347,7 +346,9 @@ class Gateway:
 
     async def _fly(self, flight: _Flight) -> None:
         try:
-            generation = await self._generate(flight)
+            generation = await self._backend.generate(self._attempt(flight))
+        except WorldError as problem:
+            generation = Generation(status="failed", reason=str(problem))
         finally:
             self._land(flight)
         self._judge(flight, generation)
@@ -360,22 +361,17 @@ class Gateway:
         else:
             self._fail(flight, generation.reason or "failed without a reason")
 
-    async def _generate(self, flight: _Flight) -> Generation:
+    def _attempt(self, flight: _Flight) -> Attempt:
         trajectory = flight.trajectory
-        try:
-            return await self._backend.generate(
-                Attempt(
-                    pipeline=self._pipeline,
-                    batch=trajectory.batch.number,
-                    trajectory=trajectory.index,
-                    attempt=flight.attempt,
-                    dp_rank=flight.engine.rank,
-                    evaluation=trajectory.batch.kind is BatchKind.EVAL,
-                    prefix=flight.prefix,
-                )
-            )
-        except WorldError as problem:
-            return Generation(status="failed", reason=str(problem))
+        return Attempt(
+            pipeline=self._pipeline,
+            batch=trajectory.batch.number,
+            trajectory=trajectory.index,
+            attempt=flight.attempt,
+            dp_rank=flight.engine.rank,
+            evaluation=trajectory.batch.kind is BatchKind.EVAL,
+            prefix=flight.prefix,
+        )
 
     def _land(self, flight: _Flight) -> None:
         """The attempt is no longer on its engine."""

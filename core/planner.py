@@ -14,9 +14,10 @@ there; `dirty=None` looks at everything. It shares out again as long as that may
 from collections.abc import Collection, Iterable
 from operator import attrgetter
 
-from core.demand import demand
+from core.demand import demand, due
 from core.draft import Draft, Plan
 from core.ledger import Ledger, Phase, PipelineBook
+from core.model import Priority
 from core.queueing import place_requests
 from core.regions import GpuClass, Regions
 from core.rollouts import share_rollouts
@@ -49,7 +50,8 @@ def plan(
 def _long_hungry(ledger: Ledger, regions: Regions) -> list[PipelineBook]:
     """Of the pipelines with demand near whatever waits, those that come before some of it: hardly ever anyone."""
     last = max([request.due for request in ledger.waiting])
-    if not any([outranks(book, last) for book in ledger.books.values()]):
+    since = last - due(0, Priority.GENERATION)  # `outranks`, for all of them at once
+    if not any([0 <= book.hungry_since < since for book in ledger.books.values()]):
         return []
     near = regions.around((), set().union(*[request.gpus for request in ledger.waiting]))
     return [book for book in _demanders(ledger, near) if outranks(book, last)]
