@@ -12,6 +12,8 @@ from core import actions, events
 from core.model import Cluster, Priority
 from core.observed_nouns import UP, Doing, Engine, Gpu, Lease, Pipeline, Request, Watcher, Watchers
 
+_ENDS_A_PROMISE = (actions.WakeEngine, actions.SleepEngine, actions.KillEngine)
+
 
 class Holdings:
     """GPUs, engines and leases. `core.observed.Observed` is the whole picture."""
@@ -186,7 +188,7 @@ class Holdings:
         engine = self.engine(action.pipeline, action.dp_rank)
         if engine is not None:
             engine.operation = action.action
-            if isinstance(action, actions.WakeEngine | actions.SleepEngine | actions.KillEngine):
+            if isinstance(action, _ENDS_A_PROMISE):
                 engine.doomed = False
                 # A decision's notes are written before its actions: one that kills may promise it GPUs anew.
                 anew = isinstance(action, actions.KillEngine) and engine.pipeline.promised.get(engine) == self._cause

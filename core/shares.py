@@ -6,7 +6,7 @@ remainder, so that no GPU is left over that somebody could use.
 """
 
 from collections.abc import Sequence
-from operator import sub
+from operator import add, sub
 
 SWEEPS = 12
 """Rounds of balancing between classes that share pipelines. Each round shrinks the imbalance by a constant factor;
@@ -41,11 +41,13 @@ _Row = tuple[int, int, int, float]
 class _Class:
     """GPUs that the same claims can use, and what each claim gets of them so far."""
 
-    __slots__ = ("available", "claims", "parts", "seen")
+    __slots__ = ("available", "claims", "edges", "parts", "seen")
 
     def __init__(self, available: int, claims: Sequence[Claim]) -> None:
         self.available = available
         self.claims = claims
+        self.edges: list[float] = []
+        """Made when first asked for: many classes have enough for all."""
         self.parts = [0.0] * len(claims)
         self.seen: list[float] = []
         """Everyone's share when this class was last poured: while that is so, pouring again changes nothing."""
@@ -68,9 +70,9 @@ def _pour(pool: _Class) -> float:
     if shares == pool.seen:
         return 0.0
     before = pool.parts
-    rest = [share - part for share, part in zip(shares, before, strict=True)]
+    rest = list(map(sub, shares, before))
     pool.parts = _alone(pool, rest[0]) if len(rest) == 1 else _parts(pool, rest)
-    pool.seen = [given + part for given, part in zip(rest, pool.parts, strict=True)]
+    pool.seen = list(map(add, rest, pool.parts))
     for claim, share in zip(claims, pool.seen, strict=True):
         claim.share = share
     return max(map(abs, map(sub, pool.parts, before)))
@@ -90,7 +92,11 @@ def _parts(pool: _Class, rest: Sequence[float]) -> list[float]:
     most = [ceiling - given if ceiling > given else 0.0 for _, _, ceiling, given in rows]
     if sum(most) <= pool.available:
         return most
-    return _beyond(_level(pool.available, rows), rows)
+    if not pool.edges:
+        pool.edges = _edges(pool.claims)
+    moved = [given / weight if given > floor else given / floor - 1 for weight, floor, _, given in rows if given > 0]
+    levels = sorted(dict.fromkeys(pool.edges + moved)) if moved else pool.edges
+    return _beyond(_level(pool.available, rows, levels), rows)
 
 
 def _beyond(level: float, rows: Sequence[_Row]) -> list[float]:
@@ -123,9 +129,9 @@ def _used(level: float, rows: Sequence[_Row]) -> float:
     return used
 
 
-def _level(available: int, rows: Sequence[_Row]) -> float:
-    """The highest water level at which the class's GPUs suffice (its ceiling, if they are more than enough)."""
-    levels = _edges(rows)
+def _level(available: int, rows: Sequence[_Row], levels: Sequence[float]) -> float:
+    """The highest water level at which the class's GPUs suffice (its ceiling, if they are more than enough). `levels`:
+    those at which somebody's share begins or ceases to grow, ascending."""
     low, high = 0, len(levels) - 1
     above = _used(levels[high], rows)
     if above <= available:
@@ -145,13 +151,11 @@ def _level(available: int, rows: Sequence[_Row]) -> float:
     return levels[low] + (levels[high] - levels[low]) * (available - below) / (above - below)
 
 
-def _edges(rows: Sequence[_Row]) -> list[float]:
-    """The levels at which somebody's share begins or ceases to grow, ascending."""
+def _edges(claims: Sequence[Claim]) -> list[float]:
+    """The levels at which somebody's share begins or ceases to grow where nothing is given elsewhere, ascending."""
     edges = [-1.0, 0.0]
-    for weight, floor, ceiling, given in rows:
-        edges += (ceiling / weight, floor / weight)
-        if given > 0:
-            edges.append(given / weight if given > floor else given / floor - 1)
+    for claim in claims:
+        edges += (claim.ceiling / claim.weight, claim.floor / claim.weight)
     return sorted(dict.fromkeys(edges))
 
 

@@ -175,6 +175,22 @@ class Nap:
             self.future.set_result(None)
 
 
+class Bell:
+    """Wakes the one task that waits for it, for a quarter of what an `asyncio.Event` costs."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] = asyncio.Future()
+
+    def set(self) -> None:
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def wait(self) -> asyncio.Future[None]:
+        return self._future
+
+
 # One tuple for all: a list and a bound method in each entry would cost more than the entry, and make it a cycle.
 _RING = (Alarm.ring,)
 _WAKE = (Nap.wake,)

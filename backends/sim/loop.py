@@ -238,7 +238,12 @@ class SimLoop(asyncio.BaseEventLoop):
                 if left < STEPS_NAMED:
                     self._near_limit(left, handle)
                 queued = len(ready)
-                handle._run()
+                try:  # what Handle._run does, without the call
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self._failed(handle, error)
                 if len(ready) > queued + 1:
                     self._sort_wakeups(queued, handle)
                 if self._stopping:
@@ -274,7 +279,12 @@ class SimLoop(asyncio.BaseEventLoop):
                 if handle is None:
                     env.step()
                 elif not handle._cancelled:
-                    handle._run()
+                    try:
+                        handle._context.run(handle._callback, *handle._args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:
+                        self._failed(handle, error)
                 if env._now != before:
                     left = self._instant_steps_max
                 if len(ready) > queued + 1:
@@ -351,6 +361,10 @@ class SimLoop(asyncio.BaseEventLoop):
         else:
             error.add_note(message)
         self._fail(error)
+
+    def _failed(self, handle: asyncio.Handle, error: BaseException) -> None:
+        """What a callback raised; a task keeps its errors to itself."""
+        self.call_exception_handler({"message": f"in callback {label(handle)}", "exception": error, "handle": handle})
 
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)
