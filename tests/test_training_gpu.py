@@ -85,8 +85,8 @@ def steps(config, rows, count):
 
 
 def steps_with_sleeps(config, rows, count):
-    """As `steps`, and what torch holds (allocated, reserved) asleep and awake, beyond what it held before: Megatron keeps
-    some of a trainer that was closed for as long as its process lives."""
+    """As `steps`, and what torch holds (allocated, reserved) asleep and awake, beyond what it held before: Megatron
+    keeps some of a trainer that was closed for as long as its process lives."""
     repeatable()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     with built(config) as trainer:
