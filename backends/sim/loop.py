@@ -265,12 +265,13 @@ class SimLoop(asyncio.BaseEventLoop):
     def _run_chosen(self, policy: Policy) -> None:
         """The same with a policy asked before each step; ends early when the drain begins."""
         ready, env = self._ready, self.env
+        calendar = env._queue
         chooser = Chooser(policy, ready, env, self.decisions)
         left = self._instant_steps_max
         try:
             while not (self._stopping or self._draining):
                 handle = chooser.take()
-                if handle is None and env.live == 0 and not chooser.held and self._quiesce():
+                if handle is None and len(calendar) <= env._idle and not chooser.held and self._quiesce():
                     continue
                 left -= 1
                 if left < STEPS_NAMED:
