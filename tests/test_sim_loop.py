@@ -19,9 +19,9 @@ import anyio
 import pytest
 import simpy
 
-from backends.sim.calendar import COMPACT_ABOVE, SimEnv
+from backends.sim.calendar import COMPACT_ABOVE, SimEnv, ns_not_before
 from backends.sim.fence import fenced, unfenced
-from backends.sim.loop import SimLoop, SimTask, daemon_timers, ns_not_before, run_sim
+from backends.sim.loop import SimLoop, SimTask, daemon_timers, run_sim
 from backends.sim.policies import CANDIDATES_MAX, Chooser, Fifo, Holds, Walk, is_step
 from core.errors import Deadlock, FencedCall, Livelock, SimulationError
 from core.units import NS_PER_S

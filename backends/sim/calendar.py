@@ -23,6 +23,8 @@ import simpy
 from simpy.core import EmptySchedule, Infinity, StopSimulation
 from simpy.events import NORMAL, PENDING
 
+from core.units import NS_PER_S
+
 # Tombstones are cheap, a heap made mostly of them is not: rebuild once they are the majority of a heap this large.
 COMPACT_ABOVE = 64
 
@@ -131,6 +133,20 @@ class SimEnv(simpy.Environment):
         heapify(queue)
         self._idle -= self._dead
         self._dead = 0
+
+
+def ns_not_before(when: float) -> int:
+    """The first nanosecond that reads as at least ``when`` seconds.
+
+    asyncio and anyio re-arm a timer that rings while ``time() < deadline``; rounded to the nearest nanosecond, every
+    other deadline would spin.
+    """
+    nanos = int(when * NS_PER_S)
+    while nanos / NS_PER_S < when:
+        nanos += 1
+    while (nanos - 1) / NS_PER_S >= when:
+        nanos -= 1
+    return nanos
 
 
 class Alarm:

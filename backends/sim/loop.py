@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import anyio
 import simpy
 
-from backends.sim.calendar import Alarm, Nap, SimEnv
+from backends.sim.calendar import Alarm, Nap, SimEnv, ns_not_before
 from backends.sim.fence import fenced
 from backends.sim.policies import Chooser, Decision, Fifo, Policy, label
 from core.errors import Deadlock, FencedCall, Livelock, SimulationError
@@ -405,20 +405,6 @@ sock_sendto sock_connect sock_accept sock_sendfile
 """
 for _name in _OUTSIDE.split():
     setattr(SimLoop, _name, _refusal(_name))
-
-
-def ns_not_before(when: float) -> int:
-    """The first nanosecond that reads as at least ``when`` seconds.
-
-    asyncio and anyio re-arm a timer that rings while ``time() < deadline``; rounded to the nearest nanosecond, every
-    other deadline would spin.
-    """
-    nanos = int(when * NS_PER_S)
-    while nanos / NS_PER_S < when:
-        nanos += 1
-    while (nanos - 1) / NS_PER_S >= when:
-        nanos -= 1
-    return nanos
 
 
 def _settle(future: asyncio.Future, event: simpy.Event) -> None:
