@@ -163,9 +163,11 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def call_at_ns(self, when_ns: int, callback: Callable[[], None], *, daemon: bool = False) -> Alarm:
         """Run ``callback`` between two steps at ``when_ns`` (now, if that is past); its errors end the run."""
-        self._check_closed()
-        alarm = Alarm(self.env, callback)
-        self.env.push(alarm, max(when_ns, self.env._now), daemon)
+        if self._closed:
+            self._check_closed()
+        env = self.env
+        alarm = Alarm(env, callback)
+        env.push(alarm, when_ns if when_ns > env._now else env._now, daemon)
         return alarm
 
     async def sleep_ns(self, nanos: int) -> None:
