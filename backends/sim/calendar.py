@@ -11,6 +11,7 @@ Rules of this room:
 
 An entry is a SimPy event, or anything with ``callbacks`` and ``_ok``. As in SimPy, ``callbacks is None`` says that
 it is over; here either because it rang or because it was cancelled. ``Alarm`` and ``Nap`` are the two kinds made here.
+A ``Bell`` is none: it wakes a task at the instant in which it is rung.
 """
 
 import asyncio

@@ -73,6 +73,10 @@ class SimTask(asyncio.Task):
     def __hash__(self) -> int:
         return self.birth
 
+    def __repr__(self) -> str:
+        """Short, and without an address: anyio writes it into every cancellation."""
+        return f"<{self.get_name()}>"
+
 
 class Ready(asyncio.Handle):
     """What ``call_soon`` returns: the base class without its question for the debug mode, which is asked already."""
