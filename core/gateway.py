@@ -526,7 +526,8 @@ class Gateway:
         if old is not None:
             self._wake_up(old)
             old.open = False
-            self._engines.remove(old)
-        self._engines.append(new)
-        self._engines.sort(key=lambda engine: engine.rank)
+            self._engines[self._engines.index(old)] = new
+        else:
+            self._engines.append(new)
+            self._engines.sort(key=lambda engine: engine.rank)
         return new

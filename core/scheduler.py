@@ -68,13 +68,10 @@ def decide(state: State, now: int, event: events.Event) -> Decision:
 
 
 def _replan(state: State) -> None:
-    dirty, gpus = state.dirty, state.dirty_gpus | state.ledger.unpromised
-    state.dirty, state.dirty_gpus, state.replan = {}, {}, False
-    if not (dirty or gpus or state.ledger.waiting):
-        return  # only the map has changed; it is drawn again when somebody looks at it
     if state.regions.generation != state.ledger.mapping_generation:
         state.regions = Regions(state.ledger)
-    made = plan(state.ledger, state.regions, dirty, gpus)
+    made = plan(state.ledger, state.regions, state.dirty, state.dirty_gpus | state.ledger.unpromised)
+    state.dirty, state.dirty_gpus, state.replan = {}, {}, False
     _promise(state, made)
     state.ledger.unpromised.clear()
     if made.unmet:

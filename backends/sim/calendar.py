@@ -11,6 +11,7 @@ Rules of this room:
 
 An entry is a SimPy event, or anything with ``callbacks`` and ``_ok``. As in SimPy, ``callbacks is None`` says that
 it is over; here either because it rang or because it was cancelled. ``Alarm`` and ``Nap`` are the two kinds made here.
+A ``Bell`` is none: it wakes a task at the instant in which it is rung.
 """
 
 import asyncio
@@ -22,6 +23,8 @@ from typing import Any
 import simpy
 from simpy.core import EmptySchedule, Infinity, StopSimulation
 from simpy.events import NORMAL, PENDING
+
+from core.units import NS_PER_S
 
 # Tombstones are cheap, a heap made mostly of them is not: rebuild once they are the majority of a heap this large.
 COMPACT_ABOVE = 64
@@ -131,6 +134,20 @@ class SimEnv(simpy.Environment):
         heapify(queue)
         self._idle -= self._dead
         self._dead = 0
+
+
+def ns_not_before(when: float) -> int:
+    """The first nanosecond that reads as at least ``when`` seconds.
+
+    asyncio and anyio re-arm a timer that rings while ``time() < deadline``; rounded to the nearest nanosecond, every
+    other deadline would spin.
+    """
+    nanos = int(when * NS_PER_S)
+    while nanos / NS_PER_S < when:
+        nanos += 1
+    while (nanos - 1) / NS_PER_S >= when:
+        nanos -= 1
+    return nanos
 
 
 class Alarm:

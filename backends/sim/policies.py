@@ -146,6 +146,8 @@ class Chooser:
                 if not self.held or self._env.due():
                     return None
                 self.release()
+            if len(ready) == 1 and not self.held and not self._env.due():
+                return self._only_one(ready.popleft())
             steps = self._leading_steps()
             if not steps:
                 self._end_spin()
@@ -162,6 +164,13 @@ class Chooser:
         """Put what is held back into the queue, in its old order."""
         self._ready.extend(self.held)
         self.held.clear()
+
+    def _only_one(self, handle: asyncio.Handle) -> asyncio.Handle:
+        """Nothing else could run, so there is nothing to choose: what the rest of `take` would come to."""
+        if (self._quiet or self._forced) and is_step(handle):
+            self._quiet = 0
+            self._forced = False
+        return handle
 
     def _leading_steps(self) -> list[asyncio.Handle]:
         ready = self._ready
