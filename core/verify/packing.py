@@ -1,57 +1,39 @@
 """A state as a few dozen bytes, and back: the canonical form, in which numbers are renumbered by order.
 
 `pack` reads a node, whatever its numbers; `load` writes a node in canonical numbers into one scratch state, which is
-reused: the search copies bytes, never objects. Two nodes that pack to the same bytes behave alike (see `world` for
-what is left out on purpose). What is not packed: texts, the `since` of anything (for people only), outcomes that
-nobody waits for any more (`decide` ignores them), and whatever follows from the rest.
+reused (`loading`): the search copies bytes, never objects. Two nodes that pack to the same bytes behave alike (see
+`world` for what is left out on purpose). What is not packed: texts, the `since` of anything (for people only), outcomes
+that nobody waits for any more (`decide` ignores them), and whatever follows from the rest.
 """
 
 from core import actions
-from core.actions import Emptying
-from core.demand import due
 from core.errors import InvariantBroken
-from core.ledger import UP, Engine, EngineState, Gpu, Hold, Lease, Phase, PipelineBook, Request
-from core.model import BatchState, DemandPolicy, Priority, Role
-from core.regions import Regions
+from core.ledger import UP, EngineState, Gpu, Hold, Lease, PipelineBook
+from core.model import DemandPolicy
 from core.state import Clearing, State
 from core.turns import rests_until
+from core.verify.layout import (
+    AGEING,
+    ASLEEP,
+    ENGINE,
+    HEAD,
+    HUNGER,
+    NO_AGE,
+    NO_LAG,
+    NOTHING,
+    OPERATION_CODE,
+    PHASE_CODE,
+    START,
+    STATE_CODE,
+    UNUSED,
+    WATCHED,
+    batches,
+)
+from core.verify.loading import Loader
 from core.verify.node import Node
 from core.verify.world import OLDEST, TICK, World, admitted
 
-PHASES = tuple(Phase)
-STATES = tuple(EngineState)
-PRIORITIES = tuple(Priority)
-HOLDS = tuple(Hold)
-PHASE_CODE = {phase: code for code, phase in enumerate(PHASES)}
-STATE_CODE = {state: code for code, state in enumerate(STATES)}
-OPERATIONS = (
-    None, actions.WakeEngine, actions.SyncEngine, actions.OpenGate, actions.SleepEngine, actions.KillEngine
-)  # fmt: skip
-OPERATION_CODE = {kind: code for code, kind in enumerate(OPERATIONS) if kind is not None}
-
-# Canonical numbers. Any would do; these leave room for what comes before.
-NOW_TICK = 20
-COUNT = 50
-"""Latest batch opened and request filed, by each pipeline."""
-VERSION = 9
-NO_AGE = 3
-NO_LAG = 7
-
-HEAD = 8
-"""Bytes of a pipeline before its batches; `ENGINE`: of an engine."""
-ENGINE = 4
-
-# The first two bytes of an engine that is asleep.
-ASLEEP = STATE_CODE[EngineState.ASLEEP]
-NOTHING = NO_AGE | NO_LAG << 2
-AGEING = frozenset(STATE_CODE[state] for state in UP)
-WATCHED = frozenset((HOLDS.index(Hold.CLEARING), HOLDS.index(Hold.QUARANTINED)))
-UNUSED = (ASLEEP, NOTHING, 0, 0)
 NO_ORDER: dict[int, int] = {}
-HUNGER = due(0, Priority.GENERATION)
-
-# Numbers of actions in flight: one at a time for each engine, GPU, and pipeline.
-STOP, MEMORY, FIRST_ENGINE, NEXT = 1, 20, 30, 200
 
 
 class Codec:
@@ -65,21 +47,14 @@ class Codec:
         self._index = {book.id: number for number, book in enumerate(self._books)}
         self._quarantines = [f"quarantine/{gpu}" for gpu in range(world.gpus)]
         self._signals = world.demand is not DemandPolicy.BATCH
-        self._regions: dict[int, Regions] = {}
-        """By which pipelines live."""
-        # What a few bytes mean is worked out once.
-        self._heads: list[dict[bytes, tuple]] = [{} for _ in self._books]
-        self._engines: list[dict[bytes, tuple]] = [{} for _ in range(8 * len(self._books))]
-        self._batches: dict[bytes, dict[int, BatchState]] = {}
-        self._memory = [actions.AwaitMemory(action=MEMORY + gpu, gpus=(gpu,), need=(0,)) for gpu in range(world.gpus)]
+        self.load = Loader(world, self.node).load
+        """Write a packed state into the scratch node, which is valid until the next load."""
 
     def first(self) -> bytes:
         """The state in which everybody is admitted."""
         node = Node(admitted(self.world))
         node.faults = self.world.faults
         return self.pack(node)
-
-    # --- pack ------------------------------------------------------------------------------------------
 
     def pack(self, node: Node) -> bytes:
         state = node.state
@@ -121,19 +96,19 @@ class Codec:
                 clearing |= 1 << gpu
         stop = 0 if not book.stop else 1 if book.stop > 0 else 2
         rests = book.gave_way_at >= 0 and rests_until(book, book.gave_way_at) > node.now
-        active, batches = node.active[number], book.batches
+        active, opened = node.active[number], book.batches
         out += (
             node.at[number] | book.allocation << 4 | (book.published >= 0) << 5 | (book in node.state.unmet) << 6
             | rests << 7,
             PHASE_CODE[book.phase] | stop << 3 | book.releasing << 5 | book.leave_asked << 6 | book.degraded << 7,
             held,
-            asked | len(batches) << 5,
+            asked | len(opened) << 5,
             self._said(book) if self._signals else 0,
             active & 255,
             active >> 8,
             clearing,
         )
-        for batch in batches.values():
+        for batch in opened.values():
             out.append(batch.delivered)
 
     @staticmethod
@@ -224,10 +199,10 @@ class Codec:
         out = bytearray(key)
         if out[1] > 1:
             out[1] -= 1
-        place = 3
+        place = START
         for book in self._books:
             out[place] &= 127  # whoever gave way has rested
-            place += HEAD + (out[place + 3] >> 5)
+            place += HEAD + batches(key, place)
             for _ in book.engines:
                 if out[place] & 7 in AGEING and out[place + 1] & 3 < OLDEST:
                     out[place + 1] += 1
@@ -237,249 +212,3 @@ class Codec:
         for due_at in range(place, len(out)):
             out[due_at] |= 128
         return bytes(out)
-
-    # --- load ------------------------------------------------------------------------------------------
-
-    def load(self, key: bytes) -> Node:
-        """Write the state into the scratch node, which is valid until the next load."""
-        node = self.node
-        state = node.state
-        ledger = state.ledger
-        node.now = ledger.now = NOW_TICK * TICK + 40
-        node.faults, review, node.dregs = key[0], key[1], key[2]
-        self._reset(state)
-        if review:
-            state.review_at = (NOW_TICK + review - 1) * TICK
-            state.timers["review"] = 1
-        place = 3
-        alive = 0
-        for number, book in enumerate(self._books):
-            place = self._load_book(node, number, book, key, place)
-            place = self._load_engines(state, number, book, key, place)
-            alive |= book.alive << number
-        for gpu in ledger.gpus:
-            code = key[place]
-            gpu.hold = HOLDS[code & 7]
-            gpu.given_up = code & 8 > 0
-            gpu.watch = 0
-            place += 1
-            if gpu.hold is Hold.CLEARING or gpu.hold is Hold.QUARANTINED:
-                self._load_clearing(state, gpu, code, key[place])
-                place += 1
-        if ledger.mapping_generation != alive or state.regions is not self._regions.get(alive):
-            self._map(state, alive)
-        if place < len(key):
-            self._load_dues(key, place)
-        return node
-
-    @staticmethod
-    def _reset(state: State) -> None:
-        ledger = state.ledger
-        state.operations, state.timers, state.unmet = {}, {}, {}
-        state.dirty, state.dirty_gpus, state.replan, state.failing = {}, {}, False, []
-        state.review_at = -1
-        state.next_action, state.next_epoch, state.next_generation = NEXT, NEXT, 2
-        ledger.waiting, ledger.leases, ledger.doomed, ledger.promised, ledger.unserving = {}, {}, {}, {}, {}
-        ledger.init = None
-        ledger.unpromised = {}
-        for gpu in ledger.gpus:
-            gpu.promised = gpu.engine = gpu.lease = None
-
-    def _load_book(self, node: Node, number: int, book: PipelineBook, key: bytes, place: int) -> int:
-        code = key[place : place + HEAD]
-        head = self._heads[number].get(code)
-        if head is None:
-            head = self._heads[number][code] = self._head(code)
-        (
-            node.at[number], book.allocation, book.published, unmet, book.phase, stop, book.releasing,
-            book.leave_asked, book.degraded, held, asked, batches, book.signal, book.reported, node.active[number],
-            clearing, book.gave_way_at,
-        ) = head  # fmt: skip
-        state = node.state
-        if unmet:
-            state.unmet[book] = None
-        book.stop = stop
-        if stop > 0:
-            book.stop = STOP + number
-            state.operations[book.stop] = actions.StopPipeline(action=book.stop, pipeline=book.id, reason=""), book
-        book.seq = 1
-        book.reason = ""
-        book.requests_through = book.opened_through = COUNT
-        book.requests, book.leases = {}, {}
-        book.clearing = dict.fromkeys(clearing)
-        book.hungry_since = -1
-        if held:
-            self._lease(state, number, book, held)
-        if asked:
-            self._ask(state, book, asked)
-        place += HEAD
-        self._load_batches(book, key[place : place + batches])
-        return place + batches
-
-    def _head(self, code: bytes) -> tuple:
-        """What the first bytes of a pipeline mean; `_load_book` says in which order."""
-        first, second, held, asked, said, active, more, clearing = code
-        return (
-            first & 15, first & 16 > 0, VERSION if first & 32 else -1, first & 64 > 0,
-            PHASES[second & 7], (0, 1, -1)[second >> 3 & 3], second & 32 > 0, second & 64 > 0, second & 128 > 0,
-            held, asked & 31, asked >> 5, said & 1 > 0, (said >> 1) - 1 if said >> 1 else None, active | more << 8,
-            tuple(gpu for gpu in range(self.world.gpus) if clearing >> gpu & 1), NOW_TICK * TICK if first > 127 else -1,
-        )  # fmt: skip
-
-    def _load_batches(self, book: PipelineBook, delivered: bytes) -> None:
-        found = self._batches.get(delivered)
-        if found is None:
-            first, target = COUNT - len(delivered) + 1, self.world.target
-            found = self._batches[delivered] = {
-                first + i: BatchState(batch=first + i, target=target, delivered=n) for i, n in enumerate(delivered)
-            }
-        book.batches = dict(found)
-        book.open_target = self.world.target * len(delivered)
-        book.open_demand = book.planned_at = book.open_target - sum(delivered)
-
-    def _lease(self, state: State, number: int, book: PipelineBook, held: int) -> None:
-        lease = Lease(number + 1, self._request(book, held), 0)
-        book.leases[lease.epoch] = state.ledger.leases[lease.epoch] = lease
-        if lease.priority is Priority.INITIALIZATION:
-            state.ledger.init = lease
-        state.timers[f"hold/{number + 1}"] = 1
-        for gpu in lease.gpus:
-            state.ledger.gpus[gpu].lease = lease
-
-    def _ask(self, state: State, book: PipelineBook, asked: int) -> None:
-        ledger = state.ledger
-        request = book.requests[COUNT] = self._request(book, asked)
-        if not request.promised:
-            ledger.waiting[request] = None
-            return
-        ledger.promised[request] = None
-        if request.priority is Priority.INITIALIZATION:
-            ledger.init = request
-        for gpu in request.gpus:
-            ledger.gpus[gpu].promised = request
-
-    def _request(self, book: PipelineBook, asked: int) -> Request:
-        priority = PRIORITIES[(asked & 15) - 1]
-        train = book.spec.group(Role.ACTOR_TRAIN)
-        assert train is not None
-        gpus = book.spec.union if priority is Priority.INITIALIZATION else train.gpus
-        request = Request(book, COUNT, Role.ACTOR_TRAIN, priority, gpus, 0, 0)
-        request.promised = asked & 16 > 0
-        return request
-
-    def _load_engines(self, state: State, number: int, book: PipelineBook, key: bytes, place: int) -> int:
-        ledger = state.ledger
-        gpus = ledger.gpus
-        up: dict[int, Engine] = {}
-        first, ordered = place + ENGINE - 1, 0
-        for rank, engine in enumerate(book.engines):
-            code = key[place : place + ENGINE]
-            place += ENGINE
-            known = self._engines[8 * number + rank]
-            found = known.get(code)
-            if found is None:
-                found = known[code] = self._engine(number, engine, code)
-            (
-                engine.state, engine.routable, engine.doomed, engine.routable_since, engine.version, engine.completed,
-                engine.strikes, engine.deaths, engine.disabled, action, promised, unserving, holds, counts, order,
-            ) = found  # fmt: skip
-            engine.operation = 0
-            if action is not None:
-                engine.operation = action.action
-                state.operations[action.action] = action, engine
-            if promised:
-                ledger.promised[engine] = None
-                for gpu in engine.gpus:
-                    gpus[gpu].promised = engine
-            if holds:
-                for gpu in engine.gpus:
-                    gpus[gpu].engine = engine
-            if unserving:
-                ledger.unserving[engine] = None
-            if engine.doomed:
-                ledger.doomed[engine] = None
-            if counts:
-                up[rank] = engine
-                ordered |= order
-        if ordered:  # promised in another order than that of ranks, perhaps
-            up = {rank: up[rank] for rank in sorted(up, key=lambda rank: key[first + ENGINE * rank])}
-        book.up = up
-        return place
-
-    def _engine(self, number: int, engine: Engine, code: bytes) -> tuple:
-        """What the bytes of an engine mean; `_load_engines` says in which order."""
-        first, second, third, order = code
-        state, doomed, promised = STATES[first & 7], first > 127, second & 64 > 0
-        age, lag = second & 3, second >> 2 & 7
-        version = -1 if lag == NO_LAG else VERSION - lag
-        kind = OPERATIONS[first >> 3 & 7]
-        action = None
-        if kind is not None:
-            action = self._engine_action(FIRST_ENGINE + 8 * number + engine.dp_rank, kind, engine, third & 7, version)
-        return (
-            state, first & 64 > 0, doomed, -1 if age == NO_AGE else (NOW_TICK - age) * TICK + order, version,
-            second >> 5 & 1,
-            third >> 3 & 3, third >> 5 & 3, "it may not be used" if third > 127 else "", action, promised, second > 127,
-            state in UP or state is EngineState.DRAINING, promised or (state in UP and not doomed), order,
-        )  # fmt: skip
-
-    @staticmethod
-    def _engine_action(
-        action: int, kind: type[actions.Action], engine: Engine, detail: int, version: int
-    ) -> actions.Action:
-        who = {"action": action, "pipeline": engine.book.id, "dp_rank": engine.dp_rank, "epoch": 0}
-        if kind is actions.WakeEngine:
-            return actions.WakeEngine(**who, gpus=engine.gpus, cold=bool(detail))
-        if kind is actions.SyncEngine:
-            return actions.SyncEngine(**who, version=-1 if detail == NO_LAG else VERSION - detail)
-        if kind is actions.OpenGate:
-            return actions.OpenGate(**who, version=version)
-        if kind is actions.SleepEngine:
-            return actions.SleepEngine(**who, emptying=Emptying.ABORT)
-        return actions.KillEngine(**who, reason="")
-
-    def _load_clearing(self, state: State, gpu: Gpu, code: int, more: int) -> None:
-        if code & 16:
-            state.timers[self._quarantines[gpu.id]] = 1
-        book = self._books[more & 15]
-        gpu.cleared_by = book.id
-        watch = more >> 4
-        if watch:
-            gpu.watch = MEMORY + gpu.id
-            source = None if watch == 1 else self._over(book) if watch == 2 else book.engines[watch - 3]
-            state.operations[gpu.watch] = self._memory[gpu.id], Clearing(gpu.id, book, source)
-
-    @staticmethod
-    def _over(book: PipelineBook) -> Lease:
-        """A lease that is over; all that is asked of it is that it was one."""
-        return Lease(0, Request(book, 0, Role.ACTOR_TRAIN, Priority.ACTOR_TRAINING, (), 0, 0), 0)
-
-    def _load_dues(self, key: bytes, place: int) -> None:
-        """Instants in the order in which they come due, as late as that order allows."""
-        tick, later = NOW_TICK, len(Priority)
-        for rank in range(len(key) - place, 0, -1):
-            code = key[place + rank - 1]
-            book = self._books[code & 63]
-            request = book.requests[COUNT] if code & 64 else None
-            priority = Priority.GENERATION if request is None else request.priority
-            if code > 127 and (tick == NOW_TICK or priority > later):
-                tick -= 1
-            later = priority
-            since = tick * TICK + rank
-            if request is None:
-                book.hungry_since = since
-            else:
-                request.filed_at, request.due = since, due(since, priority)
-
-    def _map(self, state: State, alive: int) -> None:
-        """Who is on which GPU, if somebody has failed since the last load, or had not yet."""
-        ledger = state.ledger
-        for gpu in range(self.world.gpus):
-            ledger.mapped[gpu] = {
-                book: None for number, book in enumerate(self._books) if alive >> number & 1 and gpu in book.spec.union
-            }
-        ledger.mapping_generation = alive
-        regions = self._regions.get(alive)
-        if regions is None:
-            regions = self._regions[alive] = Regions(ledger)
-        state.regions = regions

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from itertools import permutations, product
 from typing import TYPE_CHECKING
 
+from core.verify.layout import ENGINE, HEAD, START, WATCHED, batches
 from core.verify.moves import CLASSES
-from core.verify.packing import ENGINE, HEAD, WATCHED
 from core.verify.world import Start, World, specs
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class Symmetry:
 
     def _parts(self, key: bytes) -> tuple[list[bytes], bytes, bytes]:
         """What a packed state says of each pipeline, of the GPUs, and of who is due when."""
-        place, books = 3, []
+        place, books = START, []
         for engines in self._engines:
-            end = place + HEAD + (key[place + 3] >> 5) + ENGINE * engines
+            end = place + HEAD + batches(key, place) + ENGINE * engines
             books.append(key[place:end])
             place = end
         first = place
@@ -76,7 +76,7 @@ class Symmetry:
     @staticmethod
     def _join(key: bytes, books: list[bytes], gpus: bytes, dues: bytes, order: Order) -> bytes:
         place_of = {number: place for place, number in enumerate(order)}
-        out = bytearray(key[:3])
+        out = bytearray(key[:START])
         for number in order:
             out += books[number]
         codes = iter(gpus)
