@@ -141,7 +141,7 @@ class Observed(Holdings):
                 self._end_request(request)
             for lease in pipeline.leases.values():
                 if lease.request == message.request:
-                    self._claim_lease(lease)
+                    self._claim_lease(lease, used=False)
 
     def _lease_released(self, message: events.LeaseReleased) -> None:
         if (pipeline := self._accept(message)) is not None:
@@ -192,6 +192,7 @@ class Observed(Holdings):
     def _rollout_released(self, message: events.RolloutReleased) -> None:
         if (pipeline := self._accept(message)) is not None:
             pipeline.releasing = True
+            self._watcher.lifecycle_changed(pipeline)
 
     def _left(self, message: events.PipelineLeft) -> None:
         if (pipeline := self._accept(message)) is not None:

@@ -63,11 +63,11 @@ class Holdings:
 
     # --- leases ----------------------------------------------------------------------------------------
 
-    def _claim_lease(self, lease: Lease | None) -> None:
+    def _claim_lease(self, lease: Lease | None, *, used: bool = True) -> None:
         if lease is None or lease.claimed:
             return
         lease.claimed = True
-        if lease.priority is Priority.INITIALIZATION:
+        if used and lease.priority is Priority.INITIALIZATION:
             lease.pipeline.initialised = True
             self._watcher.lifecycle_changed(lease.pipeline)
         self._claim(lease, lease.gpus)
@@ -98,10 +98,7 @@ class Holdings:
     def _grant_failed(self, action: actions.GrantLease) -> None:
         """Not delivered: it is taken back, as if the client had let go."""
         pipeline = self.pipelines.get(action.pipeline)
-        lease = pipeline.leases.get(action.epoch) if pipeline else None
-        if lease is not None:
-            lease.claimed = True
-            self._claim(lease, lease.gpus)
+        self._claim_lease(pipeline.leases.get(action.epoch) if pipeline else None, used=False)
 
     def _end_request(self, request: Request) -> None:
         if request.pipeline.requests.pop(request.number, None) is not None:

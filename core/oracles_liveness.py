@@ -71,7 +71,7 @@ class LivenessOracles(Watcher):
         self._decided: dict[Engine, Shrink] = {}
         """Shrinks that were decided and have not begun."""
         self._withdrawn: dict[str, int] = {}
-        """Entry in which a pipeline last stopped wanting anything."""
+        """Entry in which a pipeline last stopped wanting anything, or gave its engines up."""
         self._request_gone: dict[int, int] = {}
         """Entry in which a request for a GPU last ended without a grant."""
         self._request_granted: dict[int, int] = {}
@@ -126,6 +126,8 @@ class LivenessOracles(Watcher):
     def lifecycle_changed(self, pipeline: Pipeline) -> None:
         if pipeline.over:
             self._stop_clock(pipeline)
+            self._withdrawn[pipeline.id] = self._observed.entry
+        elif pipeline.releasing:
             self._withdrawn[pipeline.id] = self._observed.entry
         else:
             self._review(pipeline)
