@@ -27,7 +27,6 @@ from core.model import (
     Role,
     WorkerGroup,
 )
-from core.port import RESEND_MOST
 from core.topology import check_spec, check_world
 from core.units import NS_PER_S, gib
 
@@ -222,19 +221,22 @@ def _memory(chance: Chance, lean: bool) -> MemoryNeeds:
     )  # fmt: skip
 
 
+UNHEARD = 90 * NS_PER_S
+"""How long the faults of `swarm` may keep a client unheard: several outages of at most 10 s, a few messages lost."""
+
+
 def _limits(chance: Chance, costs: Costs, residence: int) -> Limits:
     usual = defaults.limits(costs, residence)
     if chance.often(0.5):
         return usual
     # As tight as a careful person would set them: four times what each thing takes, and a few seconds. What ends with a
-    # client's message must outlast an outage, and the pause before that message is repeated.
+    # client's message must outlast outages, and losses of that message and of its repetitions between them.
     slow = 4 * quantile(costs.trajectory, 0.99)
     floor = 5 * NS_PER_S
-    repeated = 3 * RESEND_MOST
     work = max(costs.train, costs.critic_train) + costs.log_probs
     return Limits(
-        hold=4 * (costs.onload + work + costs.publish + costs.offload) + repeated,
-        init=4 * (costs.init + costs.publish + costs.offload) + repeated,
+        hold=4 * (costs.onload + work + costs.publish + costs.offload) + UNHEARD,
+        init=4 * (costs.init + costs.publish + costs.offload) + UNHEARD,
         wake=4 * max(costs.wake, costs.restart) + floor,
         sync=4 * costs.sync + floor,
         sleep=4 * costs.sleep + floor,
