@@ -6,7 +6,7 @@ from core import actions, events
 from core.errors import Displaced, UnknownName
 from core.model import MemoryNeeds, PipelineState, Priority
 from core.units import seconds
-from tests.core_world import LIMITS, CoreWorld, spec
+from tests.core_world import LIMITS, CoreWorld, S, spec
 
 
 def test_a_timer_of_another_generation_rings_for_nobody() -> None:
@@ -155,3 +155,19 @@ def test_who_releases_after_somebody_kept_too_much_has_to_go_only_if_still_more_
     assert world.state.ledger.books["b"].alive == (guilty == "a") and world.state.ledger.books["a"].alive
     world.settle()
     assert world.serving("a") == [0]
+
+
+def test_whoever_completes_nothing_in_its_turn_stands_last_in_line_again() -> None:
+    """However many there are of them, the others get their turns between theirs."""
+    world = CoreWorld(1)
+    names = ("a", "b", "c", "d")
+    world.ready(*[spec(name, (0,), (0,)) for name in names])
+    for name in names:
+        world.open(name)
+    world.settle()
+    served = []
+    for _ in range(8):
+        served += [name for name in names if world.serving(name)]
+        world.sleep(LIMITS.turn / S)
+        world.settle()
+    assert sorted(served[:4]) == sorted(served[4:]) == list(names)

@@ -289,6 +289,22 @@ async def test_registering_again_is_nothing_and_otherwise_is_refused() -> None:
             await port.register(spec("a", (1,), (0, 1)))
 
 
+async def test_a_grant_that_a_late_message_asked_for_again_counts_as_taken_until_the_release_has_arrived() -> None:
+    bench = Bench()
+    async with bench.service:
+        port, _ = await bench.ready()
+        lease = await port.request(Role.ACTOR_TRAIN, Priority.ACTOR_TRAINING)
+        again = actions.GrantLease(
+            action=999, pipeline="a", request=1, role=Role.ACTOR_TRAIN, epoch=lease.epoch, gpus=lease.gpus
+        )
+        bench.world.lose = 1
+        port.release(lease)
+        assert port.command(again) is None
+        await bench.world.clock.turn(5)
+        assert bench.hold(0) is Hold.FREE
+        assert port.command(again) == "its client does not wait for it any more"
+
+
 @pytest.mark.parametrize("lost", [1, 2, 3])
 async def test_lost_messages_only_delay(lost: int) -> None:
     bench = Bench()
