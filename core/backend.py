@@ -69,6 +69,13 @@ class Generation(Record, frozen=True, kw_only=True):
     """With `failed`: the engine did its part, and what failed came after it, such as the reward."""
 
 
+class Bell(Protocol):
+    """What wakes a task that has nothing to do: the part of `anyio.Event` that this takes."""
+
+    def set(self) -> None: ...
+    def wait(self) -> Awaitable[object]: ...
+
+
 class Backend(Protocol):
     """A world the core can drive. Built as `Backend(scenario, **options)`; opening it may take a while."""
 
@@ -142,6 +149,12 @@ class Backend(Protocol):
     async def generate(self, attempt: Attempt) -> Generation:
         """One trajectory, or the rest of one, on a routable engine. Cancelling it aborts the request."""
         ...
+
+    # A backend whose event loop knows a cheaper way than `anyio.Event` may also have
+    #
+    #     def bell(self) -> Bell
+    #
+    # Each is waited for once, by one task, before it rings.
 
 
 @cache  # reading the entry points of everything installed takes longer than a small run

@@ -105,13 +105,15 @@ def sharers_of(spec: PipelineSpec, everyone: Iterable[PipelineSpec]) -> list[Pip
     """`spec` and all that share GPUs with it, directly or through others: whoever is before it in the order may itself
     wait for somebody who shares nothing with it."""
     found: list[PipelineSpec] = []
-    reached: dict[int, None] = dict.fromkeys(spec.union)
-    rest = list(everyone)
+    reached = dict.fromkeys(spec.union)
+    rest = [(other, other.union) for other in everyone]
     while True:
-        near = [other for other in rest if any(gpu in reached for gpu in other.union)]
+        apart, near = [], []
+        for other in rest:
+            (apart if reached.keys().isdisjoint(other[1]) else near).append(other)
         if not near:
             return found
-        rest = [other for other in rest if other not in near]
-        for other in near:
+        for other, gpus in near:
             found.append(other)
-            reached.update(dict.fromkeys(other.union))
+            reached.update(dict.fromkeys(gpus))
+        rest = apart

@@ -181,7 +181,7 @@ def _note_growth(state: State, gpu: Gpu, clearing: Clearing, look: actions.Await
     gpu.growth = more
 
 
-def memory_missing(state: State, clearing: Clearing, reason: str) -> None:
+def memory_missing(state: State, clearing: Clearing, reason: str, free: dict[int, int]) -> None:
     """The memory is not back within the limit: quarantine, end whatever may hold it, and go on watching."""
     gpu = state.ledger.gpus[clearing.gpu]
     if gpu.hold is Hold.LOST:
@@ -189,7 +189,10 @@ def memory_missing(state: State, clearing: Clearing, reason: str) -> None:
     book, source = clearing.book, clearing.source
     if gpu.hold is not Hold.QUARANTINED:
         quarantine(state, (gpu.id,), book, f"memory of GPU {gpu.id} not back after {gpu.why}: {reason}")
-    if isinstance(source, Lease) and book.alive:
+    if _missing_before(state, gpu, free.get(gpu.id, 0)):
+        _end_hoarder(state, gpu)
+        watch_gpu(state, gpu.id, book, source)
+    elif isinstance(source, Lease) and book.alive:
         state.fail(book, f"its {source.role} released GPU {gpu.id} but the memory did not come back: {reason}")
     elif isinstance(source, Engine) and book.alive and not source.holds and not source.operation:
         _reap(state, source, f"GPU {gpu.id} does not get its memory back")
@@ -198,6 +201,12 @@ def memory_missing(state: State, clearing: Clearing, reason: str) -> None:
             _end_hoarder(state, gpu)
         watch_gpu(state, gpu.id, book, source)
     settle(state, book)  # what is left in quarantine does not hold up a leave
+
+
+def _missing_before(state: State, gpu: Gpu, free: int) -> bool:
+    """Whether all is back but what others were seen to keep before: then it is not the releaser that has to go."""
+    all_but_growth = _expected_free(state, gpu.id) - gpu.growth
+    return bool(gpu.hoarders) and free + state.ledger.cluster.memory_margin >= all_but_growth
 
 
 def _end_hoarder(state: State, gpu: Gpu) -> None:

@@ -23,7 +23,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from core import events
-from core.backend import Attempt, Backend, Generation, Timer
+from core.backend import Attempt, Backend, Bell, Generation, Timer
 from core.config import Job
 from core.errors import Conflict, PipelineFailed, WorldError
 from core.model import BatchKind, Partial
@@ -104,7 +104,7 @@ class _Worker:
         self.flight: _Flight | None = None
         self.retired = False
         self.scope = anyio.CancelScope()
-        self.wake: anyio.Event | None = None
+        self.wake: Bell | None = None
 
     def take(self, flight: _Flight) -> None:
         self.flight = flight
@@ -133,8 +133,7 @@ class Gateway:
         self._clock = backend.clock
         self._reward = reward
         self._tasks: TaskGroup | None = None
-        self._event: type[anyio.Event] = anyio.Event
-        """The class behind it under this event loop: asked for by that name, each costs three times as much."""
+        self._bell: Callable[[], Bell] = getattr(backend, "bell", anyio.Event)
         self._idle: list[_Worker] = []
         self._slots = 0
         self._engines: list[_Engine] = []
@@ -150,7 +149,6 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
-        self._event = type(anyio.Event())
         return self
 
     async def __aexit__(self, *problem: object) -> bool | None:
@@ -308,7 +306,8 @@ class Gateway:
             batch.version = engine.version
         engine.in_flight += 1
         limit = self._job.reissue_after
-        flight = _Flight(trajectory, engine, self._usable_prefix(trajectory), self._clock.now_ns() + limit)
+        prefix = self._usable_prefix(trajectory) if trajectory.prefix else ()
+        flight = _Flight(trajectory, engine, prefix, self._clock.now_ns() + limit)
         if limit:
             self._watch(flight)
         self._worker().take(flight)
@@ -323,8 +322,6 @@ class Gateway:
 
     def _usable_prefix(self, trajectory: Trajectory) -> tuple[tuple[int, int], ...]:
         """What was generated so far, unless its oldest segment would break the batch's rule on versions."""
-        if not trajectory.prefix:
-            return ()
         batch, oldest = trajectory.batch, trajectory.prefix[0][0]
         if batch.kind is BatchKind.EVAL:
             return trajectory.prefix if all(version == batch.version for version, _ in trajectory.prefix) else ()
@@ -337,7 +334,7 @@ class Gateway:
         with worker.scope:
             while not worker.retired:
                 if worker.flight is None:
-                    worker.wake = self._event()
+                    worker.wake = self._bell()
                     await worker.wake.wait()
                 flight, worker.flight = worker.flight, None
                 assert flight is not None, "woken without a flight"
@@ -349,7 +346,9 @@ class Gateway:
 
     async def _fly(self, flight: _Flight) -> None:
         try:
-            generation = await self._generate(flight)
+            generation = await self._backend.generate(self._attempt(flight))
+        except WorldError as problem:
+            generation = Generation(status="failed", reason=str(problem))
         finally:
             self._land(flight)
         self._judge(flight, generation)
@@ -362,22 +361,17 @@ class Gateway:
         else:
             self._fail(flight, generation.reason or "failed without a reason")
 
-    async def _generate(self, flight: _Flight) -> Generation:
+    def _attempt(self, flight: _Flight) -> Attempt:
         trajectory = flight.trajectory
-        try:
-            return await self._backend.generate(
-                Attempt(
-                    pipeline=self._pipeline,
-                    batch=trajectory.batch.number,
-                    trajectory=trajectory.index,
-                    attempt=flight.attempt,
-                    dp_rank=flight.engine.rank,
-                    evaluation=trajectory.batch.kind is BatchKind.EVAL,
-                    prefix=flight.prefix,
-                )
-            )
-        except WorldError as problem:
-            return Generation(status="failed", reason=str(problem))
+        return Attempt(
+            pipeline=self._pipeline,
+            batch=trajectory.batch.number,
+            trajectory=trajectory.index,
+            attempt=flight.attempt,
+            dp_rank=flight.engine.rank,
+            evaluation=trajectory.batch.kind is BatchKind.EVAL,
+            prefix=flight.prefix,
+        )
 
     def _land(self, flight: _Flight) -> None:
         """The attempt is no longer on its engine."""
@@ -532,7 +526,8 @@ class Gateway:
         if old is not None:
             self._wake_up(old)
             old.open = False
-            self._engines.remove(old)
-        self._engines.append(new)
-        self._engines.sort(key=lambda engine: engine.rank)
+            self._engines[self._engines.index(old)] = new
+        else:
+            self._engines.append(new)
+            self._engines.sort(key=lambda engine: engine.rank)
         return new

@@ -69,8 +69,9 @@ class Monitor:
     def __call__(self, i: int, t_ns: int, cause: int, item: Any) -> None:
         if self.verdict is not None:
             return
-        if t_ns > self.observed.now:
-            self.tick(t_ns)
+        if t_ns > self.observed.now:  # `tick`, without the call
+            self.liveness.advance(t_ns)
+            self.observed.now = t_ns
             if self.verdict is not None:
                 return
         for check in self._checks.get(type(item), ()):

@@ -26,6 +26,8 @@ class Observed(Holdings):
         super().__init__(cluster, watcher)
         self._undo: tuple[int, Callable[[], object]] | None = None
         """The last message that can be rejected: its entry, and how to take it back."""
+        self.registrations = 0
+        """How often somebody was registered, or that was taken back."""
         self._ended: dict[str, int] = {}
         """By name, the last client that was over before it was registered."""
         self._handlers |= {
@@ -114,6 +116,7 @@ class Observed(Holdings):
             del self.pipelines[old.id]
         if new is not None:
             self.pipelines[new.id] = new
+        self.registrations += 1
 
     def _lease_requested(self, message: events.LeaseRequested) -> None:
         if (pipeline := self._accept(message)) is not None:
@@ -138,7 +141,7 @@ class Observed(Holdings):
                 self._end_request(request)
             for lease in pipeline.leases.values():
                 if lease.request == message.request:
-                    self._claim_lease(lease)
+                    self._claim_lease(lease, used=False)
 
     def _lease_released(self, message: events.LeaseReleased) -> None:
         if (pipeline := self._accept(message)) is not None:
@@ -189,6 +192,7 @@ class Observed(Holdings):
     def _rollout_released(self, message: events.RolloutReleased) -> None:
         if (pipeline := self._accept(message)) is not None:
             pipeline.releasing = True
+            self._watcher.lifecycle_changed(pipeline)
 
     def _left(self, message: events.PipelineLeft) -> None:
         if (pipeline := self._accept(message)) is not None:

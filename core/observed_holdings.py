@@ -12,6 +12,8 @@ from core import actions, events
 from core.model import Cluster, Priority
 from core.observed_nouns import UP, Doing, Engine, Gpu, Lease, Pipeline, Request, Watcher, Watchers
 
+_ENDS_A_PROMISE = (actions.WakeEngine, actions.SleepEngine, actions.KillEngine)
+
 
 class Holdings:
     """GPUs, engines and leases. `core.observed.Observed` is the whole picture."""
@@ -61,11 +63,11 @@ class Holdings:
 
     # --- leases ----------------------------------------------------------------------------------------
 
-    def _claim_lease(self, lease: Lease | None) -> None:
+    def _claim_lease(self, lease: Lease | None, *, used: bool = True) -> None:
         if lease is None or lease.claimed:
             return
         lease.claimed = True
-        if lease.priority is Priority.INITIALIZATION:
+        if used and lease.priority is Priority.INITIALIZATION:
             lease.pipeline.initialised = True
             self._watcher.lifecycle_changed(lease.pipeline)
         self._claim(lease, lease.gpus)
@@ -96,10 +98,7 @@ class Holdings:
     def _grant_failed(self, action: actions.GrantLease) -> None:
         """Not delivered: it is taken back, as if the client had let go."""
         pipeline = self.pipelines.get(action.pipeline)
-        lease = pipeline.leases.get(action.epoch) if pipeline else None
-        if lease is not None:
-            lease.claimed = True
-            self._claim(lease, lease.gpus)
+        self._claim_lease(pipeline.leases.get(action.epoch) if pipeline else None, used=False)
 
     def _end_request(self, request: Request) -> None:
         if request.pipeline.requests.pop(request.number, None) is not None:
@@ -186,7 +185,7 @@ class Holdings:
         engine = self.engine(action.pipeline, action.dp_rank)
         if engine is not None:
             engine.operation = action.action
-            if isinstance(action, actions.WakeEngine | actions.SleepEngine | actions.KillEngine):
+            if isinstance(action, _ENDS_A_PROMISE):
                 engine.doomed = False
                 # A decision's notes are written before its actions: one that kills may promise it GPUs anew.
                 anew = isinstance(action, actions.KillEngine) and engine.pipeline.promised.get(engine) == self._cause

@@ -59,7 +59,10 @@ class LivenessOracles(Watcher):
         self._longest: dict[str, int] = {}
         """The longest of them for a trajectory (ns), by pipeline: a shorter one came no closer to the same bound."""
         self._bounds: dict[object, int] = {}
+        self._sharers: dict[str, list[PipelineSpec]] = {}
         self._everyone: list[PipelineSpec] = []
+        self._known = 0
+        """How many registrations `_everyone` and what was computed from it go back to."""
         self._touched: deque[tuple[int, int]] = deque()
         self._touched_at: dict[int, int] = {}
         self._parked: dict[tuple[str, int], list[int]] = {}
@@ -68,7 +71,7 @@ class LivenessOracles(Watcher):
         self._decided: dict[Engine, Shrink] = {}
         """Shrinks that were decided and have not begun."""
         self._withdrawn: dict[str, int] = {}
-        """Entry in which a pipeline last stopped wanting anything."""
+        """Entry in which a pipeline last stopped wanting anything, or gave its engines up."""
         self._request_gone: dict[int, int] = {}
         """Entry in which a request for a GPU last ended without a grant."""
         self._request_granted: dict[int, int] = {}
@@ -123,6 +126,8 @@ class LivenessOracles(Watcher):
     def lifecycle_changed(self, pipeline: Pipeline) -> None:
         if pipeline.over:
             self._stop_clock(pipeline)
+            self._withdrawn[pipeline.id] = self._observed.entry
+        elif pipeline.releasing:
             self._withdrawn[pipeline.id] = self._observed.entry
         else:
             self._review(pipeline)
@@ -281,14 +286,22 @@ class LivenessOracles(Watcher):
         return self._bound(request.pipeline, (spec.id, priority), lambda *who: bounds.grant(spec, priority, *who))
 
     def _bound(self, pipeline: Pipeline, key: object, formula: Callable[..., int]) -> int:
-        if len(self._everyone) != len(self._observed.pipelines):
+        if self._known != self._observed.registrations:
+            self._known = self._observed.registrations
             self._everyone = [known.spec for known in self._observed.pipelines.values()]
             self._bounds.clear()
             self._longest.clear()
+            self._sharers.clear()
         if key not in self._bounds:
-            sharers = bounds.sharers_of(pipeline.spec, self._everyone)
-            self._bounds[key] = formula(sharers, self._everyone)
+            self._bounds[key] = formula(self._sharers_of(pipeline.spec), self._everyone)
         return self._bounds[key]
+
+    def _sharers_of(self, spec: PipelineSpec) -> list[PipelineSpec]:
+        """Whoever shares GPUs with it, directly or through others, has the same sharers."""
+        if spec.id not in self._sharers:
+            sharers = bounds.sharers_of(spec, self._everyone)
+            self._sharers.update((other.id, sharers) for other in sharers)
+        return self._sharers[spec.id]
 
     # --- L4: work conservation -------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ S6  The staleness of a trained trajectory is the trainer's version minus its old
 
 Completions travel as client messages and may be doubled, late, or lost for good (the state resent after a loss covers
 them); `BatchTaken` and `TrajectoryDropped` do not travel. So a completion may show up after the end of its trajectory,
-and once a pipeline had to resend its state, the batches open then are checked only as far as they were seen.
+and once a pipeline had to resend its state, or was lost before it could, the batches open then are checked only as far
+as they were seen.
 
 A batch's book is kept until it was taken and closed, and a few more batches came after it.
 """
@@ -56,6 +57,7 @@ class SampleOracles:
             events.BatchClosed: self._closed,
             events.StateResent: self._resent,
             events.DemandChanged: self._demand_changed,
+            events.ClientLost: self._lost,
         }
 
     def finish(self) -> None:
@@ -168,6 +170,11 @@ class SampleOracles:
         if (book := self._books.get(event.pipeline, {}).get(event.batch)) is not None:
             book.closed = True
             self._retire(event.pipeline)
+
+    def _lost(self, event: events.ClientLost) -> None:
+        """What it had not said again by then is lost for good."""
+        for book in self._books.get(event.pipeline, {}).values():
+            book.gaps = True
 
     def _resent(self, event: events.StateResent) -> None:
         for number, book in self._books.setdefault(event.pipeline, {}).items():

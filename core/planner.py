@@ -14,12 +14,14 @@ there; `dirty=None` looks at everything. It shares out again as long as that may
 from collections.abc import Collection, Iterable
 from operator import attrgetter
 
-from core.demand import demand
+from core.demand import demand, due
 from core.draft import Draft, Plan
 from core.ledger import Ledger, Phase, PipelineBook
+from core.model import Priority
 from core.queueing import place_requests
 from core.regions import GpuClass, Regions
 from core.rollouts import share_rollouts
+from core.turns import outranks
 
 __all__ = ["Plan", "plan"]
 
@@ -32,8 +34,7 @@ def plan(
     """One planning decision. `dirty`, `gpus`: whose wishes and which GPUs changed since the last one."""
     draft = Draft(ledger)
     if ledger.waiting:
-        near = regions.around((), set().union(*[request.gpus for request in ledger.waiting]))
-        place_requests(draft, _demanders(ledger, near))
+        place_requests(draft, _long_hungry(ledger, regions))
     classes = regions.everywhere if dirty is None else regions.around([*dirty, *draft.touched], gpus)
     settled = share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
     while not settled or (dirty is not None and draft.touched):
@@ -44,6 +45,16 @@ def plan(
         classes = wider
         settled = share_rollouts(draft, _demanders(ledger, classes), classes, regions.layout_of)
     return draft.plan
+
+
+def _long_hungry(ledger: Ledger, regions: Regions) -> list[PipelineBook]:
+    """Of the pipelines with demand near whatever waits, those that come before some of it: hardly ever anyone."""
+    last = max([request.due for request in ledger.waiting])
+    since = last - due(0, Priority.GENERATION)  # `outranks`, for all of them at once
+    if not any([0 <= book.hungry_since < since for book in ledger.books.values()]):
+        return []
+    near = regions.around((), set().union(*[request.gpus for request in ledger.waiting]))
+    return [book for book in _demanders(ledger, near) if outranks(book, last)]
 
 
 def _demanders(ledger: Ledger, classes: list[GpuClass]) -> list[PipelineBook]:

@@ -27,8 +27,9 @@ from core.units import NS_PER_S
 M = TypeVar("M", bound=events.Message)
 
 RESEND_FIRST = 1 * NS_PER_S
-RESEND_MOST = 30 * NS_PER_S
-"""Pause before a message is repeated: doubled each time, up to the most."""
+RESEND_MOST = 10 * NS_PER_S
+"""Pause before a message is repeated: doubled each time, up to the most, so that a goodbye is said again several times
+within the minute that a pipeline has for it."""
 
 
 class Lease(NamedTuple):
@@ -106,6 +107,8 @@ class Port:
         self._opened_through = -1
         self._waiting: dict[int, tuple[RequestState, _Waiter]] = {}
         self._leases: dict[int, Lease] = {}
+        self._returned: dict[int, int] = {}
+        """Epochs of leases given back, each with the `seq` that says so, until that has arrived."""
         self._requests = -1
         self._published = -1
         self._signals = 0
@@ -167,17 +170,23 @@ class Port:
         message = self._message(
             events.ReleasedAndRequested, epoch=lease.epoch, request=wanted.request, role=role, priority=priority
         )
-        self._leases.pop(lease.epoch, None)
+        self._give_back(lease, message)
         try:
             return await self._await_grant(wanted, message)
         except RequestError:
+            self._returned.pop(lease.epoch, None)
             self._leases[lease.epoch] = lease
             raise
 
     def release(self, lease: Lease) -> None:
         """Say that the worker group is offloaded. A claim: the scheduler looks at the memory itself."""
-        self._leases.pop(lease.epoch, None)
-        self._send(self._message(events.LeaseReleased, epoch=lease.epoch))
+        message = self._message(events.LeaseReleased, epoch=lease.epoch)
+        self._give_back(lease, message)
+        self._send(message)
+
+    def _give_back(self, lease: Lease, message: events.Message) -> None:
+        if self._leases.pop(lease.epoch, None) is not None:
+            self._returned[lease.epoch] = message.seq
 
     def _want(self, role: Role, priority: Priority) -> RequestState:
         self._requests += 1
@@ -288,6 +297,8 @@ class Port:
         error_told = False
         self._acked = max(self._acked, seq)
         self._pause = RESEND_FIRST
+        if self._returned:
+            self._returned = {epoch: said for epoch, said in self._returned.items() if said > self._acked}
         if self._acked >= self._seq and self._resend is not None:
             self._resend.cancel()
             self._resend = None
@@ -322,9 +333,8 @@ class Port:
             self._error = self._error or error
 
     def granted(self, request: int, epoch: int, gpus: tuple[int, ...]) -> bool:
-        """A grant arrived. Returns whether anybody still wants it."""
-        known = self._leases.get(epoch)
-        if known is not None:
+        """A grant arrived. Returns whether it was taken, now or before: a late message may have asked for it again."""
+        if epoch in self._leases or epoch in self._returned:
             return True
         _, waiter = self._waiting.get(request, (None, None))
         if waiter is None or self._closed:

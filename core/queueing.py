@@ -9,22 +9,24 @@ A pipeline that has had rollout demand for very long without completing anything
 engine: while it comes before a request, the request may not take that engine away.
 """
 
+from operator import attrgetter
+
 from core.demand import demand
 from core.draft import Draft
 from core.ledger import Engine, Lease, PipelineBook, Request
 from core.model import Priority
 from core.turns import outranks, shielded_until, turn_end
 
+_ORDER = attrgetter("due", "book.number", "number")
+_HUNGER = attrgetter("hungry_since", "number")
 
-def place_requests(draft: Draft, demanders: list[PipelineBook]) -> None:
-    """Decide for every waiting request; the answers are in `draft.plan.grants` and `.waits`."""
-    ledger = draft.ledger
-    if not ledger.waiting:
-        return
-    queue = sorted(ledger.waiting, key=lambda request: (request.due, request.book.number, request.number))
+
+def place_requests(draft: Draft, hungry: list[PipelineBook]) -> None:
+    """Decide for every waiting request; the answers are in `draft.plan.grants` and `.waits`. `hungry`: the pipelines
+    with demand that come before some of them."""
+    queue = sorted(draft.ledger.waiting, key=_ORDER)
     closed: dict[int, Request | PipelineBook] = {}
-    hungry = [book for book in demanders if outranks(book, queue[-1].due)]
-    hungry.sort(key=lambda book: (book.hungry_since, book.number), reverse=True)
+    hungry = sorted(hungry, key=_HUNGER, reverse=True)
     for request in queue:
         while hungry and outranks(hungry[-1], request.due):
             _place_hungry(draft, hungry.pop(), closed)

@@ -62,11 +62,13 @@ class Regions:
         """Whether any engine lies on GPUs of more than one class."""
 
     def _join(self, engine: Engine) -> bool:
-        touched = {cls: None for gpu in engine.gpus if (cls := self.class_of[gpu]) is not None}
-        if len(touched) > 1:
-            for cls in touched:
-                cls.beside.update(touched)
-        return len(touched) > 1
+        class_of = self.class_of
+        touched = dict.fromkeys([class_of[gpu] for gpu in engine.gpus])
+        if len(touched) == 1:
+            return False
+        for cls in touched:
+            cls.beside.update(touched)
+        return True
 
     def around(self, books: Sequence[PipelineBook], gpus: Collection[int]) -> list[GpuClass]:
         """The classes that these pipelines can use or these GPUs belong to, with those beside them, by number."""

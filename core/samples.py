@@ -5,9 +5,9 @@ dropped again is replaced under a *new* index, so that every trajectory ends exa
 """
 
 from collections import deque
-from typing import NamedTuple
 
 import anyio
+import msgspec
 
 from core.model import BatchKind
 
@@ -15,7 +15,7 @@ NONE = -1
 """Attempt of a trajectory that has none in flight; rank of no engine."""
 
 
-class Sample(NamedTuple):
+class Sample(msgspec.Struct, frozen=True):
     """An accepted trajectory."""
 
     batch: int

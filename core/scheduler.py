@@ -89,6 +89,8 @@ def _promise(state: State, made: Plan) -> None:
         state.note("shrink", f"{engine.id} is not woken: {why}", engine.book.id, engine.dp_rank, engine.gpus)
     for engine, why in made.shrinks:
         ledger.doom(engine)
+        if engine.book in made.gave_way and not engine.completed:
+            engine.book.hungry_since = ledger.now  # it had its turn; the next one is for whoever waited meanwhile
         state.note("shrink", why, engine.book.id, engine.dp_rank, engine.gpus)
     for request, why in made.grants:
         ledger.promise(request)
@@ -160,7 +162,7 @@ def _memory(state: State, action: Action, clearing: Clearing, failure: str | Non
     if failure is None:
         memory_seen(state, clearing, action, free)  # type: ignore[arg-type]
     else:
-        memory_missing(state, clearing, failure)
+        memory_missing(state, clearing, failure, free)
 
 
 def _timer(state: State, event: events.TimerFired) -> None:

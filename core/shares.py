@@ -5,8 +5,9 @@ as the mappings allow (weighted max-min), each at least one engine where that is
 remainder, so that no GPU is left over that somebody could use.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
-from operator import sub
+from operator import add, sub
 
 SWEEPS = 12
 """Rounds of balancing between classes that share pipelines. Each round shrinks the imbalance by a constant factor;
@@ -41,11 +42,15 @@ _Row = tuple[int, int, int, float]
 class _Class:
     """GPUs that the same claims can use, and what each claim gets of them so far."""
 
-    __slots__ = ("available", "claims", "parts", "seen")
+    __slots__ = ("available", "claims", "edges", "level", "parts", "seen")
 
     def __init__(self, available: int, claims: Sequence[Claim]) -> None:
         self.available = available
         self.claims = claims
+        self.edges: list[float] = []
+        """Made when first asked for: many classes have enough for all."""
+        self.level = 0.0
+        """Where the water stood when it was last poured; it does not move far from there."""
         self.parts = [0.0] * len(claims)
         self.seen: list[float] = []
         """Everyone's share when this class was last poured: while that is so, pouring again changes nothing."""
@@ -68,9 +73,9 @@ def _pour(pool: _Class) -> float:
     if shares == pool.seen:
         return 0.0
     before = pool.parts
-    rest = [share - part for share, part in zip(shares, before, strict=True)]
+    rest = list(map(sub, shares, before))
     pool.parts = _alone(pool, rest[0]) if len(rest) == 1 else _parts(pool, rest)
-    pool.seen = [given + part for given, part in zip(rest, pool.parts, strict=True)]
+    pool.seen = list(map(add, rest, pool.parts))
     for claim, share in zip(claims, pool.seen, strict=True):
         claim.share = share
     return max(map(abs, map(sub, pool.parts, before)))
@@ -90,17 +95,30 @@ def _parts(pool: _Class, rest: Sequence[float]) -> list[float]:
     most = [ceiling - given if ceiling > given else 0.0 for _, _, ceiling, given in rows]
     if sum(most) <= pool.available:
         return most
-    return _beyond(_level(pool.available, rows), rows)
+    if not pool.edges:
+        pool.edges = _edges(pool.claims)
+        pool.level = pool.edges[len(pool.edges) // 2]
+    moved = [given / weight if given > floor else given / floor - 1 for weight, floor, _, given in rows if given > 0]
+    levels = sorted(dict.fromkeys(pool.edges + moved)) if moved else pool.edges
+    pool.level = _level(pool.available, rows, levels, pool.level)
+    return _beyond(pool.level, rows)
 
 
 def _beyond(level: float, rows: Sequence[_Row]) -> list[float]:
     """What each claim gets at a water level beyond what is given to it elsewhere. Levels from -1 to 0 fill the floors,
     above 0 by weight up to the ceiling."""
-    if level <= 0:
-        shares = [floor * (1 + level) for _, floor, _, _ in rows]
-    else:
-        shares = [min(max(level * weight, floor), ceiling) for weight, floor, ceiling, _ in rows]
-    return [share - row[3] if share > row[3] else 0.0 for share, row in zip(shares, rows, strict=True)]
+    parts = []
+    for weight, floor, ceiling, given in rows:
+        if level <= 0:
+            share = floor * (1 + level)
+        else:
+            share = level * weight
+            if share < floor:
+                share = floor
+            if share > ceiling:
+                share = ceiling
+        parts.append(share - given if share > given else 0.0)
+    return parts
 
 
 def _used(level: float, rows: Sequence[_Row]) -> float:
@@ -123,35 +141,32 @@ def _used(level: float, rows: Sequence[_Row]) -> float:
     return used
 
 
-def _level(available: int, rows: Sequence[_Row]) -> float:
-    """The highest water level at which the class's GPUs suffice (its ceiling, if they are more than enough)."""
-    levels = _edges(rows)
-    low, high = 0, len(levels) - 1
-    above = _used(levels[high], rows)
+def _level(available: int, rows: Sequence[_Row], levels: Sequence[float], near: float) -> float:
+    """The highest water level at which the class's GPUs suffice (its ceiling, if they are more than enough). `levels`:
+    those at which somebody's share begins or ceases to grow, ascending: between two neighbours `_used` is a straight
+    line. `near`: where to look first."""
+    top = len(levels) - 1
+    high = min(bisect(levels, near), top)
+    low = high - 1
+    below, above = _used(levels[low], rows), _used(levels[high], rows)
+    while above <= available and high < top:
+        low, below, high = high, above, high + 1
+        above = _used(levels[high], rows)
+    while below > available and low > 0:
+        high, above, low = low, below, low - 1
+        below = _used(levels[low], rows)
     if above <= available:
         return levels[high]
-    below = -1.0
-    while high - low > 1:  # between two neighbouring edges `_used` is a straight line
-        middle = (low + high) // 2
-        used = _used(levels[middle], rows)
-        if used <= available:
-            low, below = middle, used
-        else:
-            high, above = middle, used
-    if not low:
-        below = _used(levels[0], rows)
     if above <= below:
         return levels[low]
     return levels[low] + (levels[high] - levels[low]) * (available - below) / (above - below)
 
 
-def _edges(rows: Sequence[_Row]) -> list[float]:
-    """The levels at which somebody's share begins or ceases to grow, ascending."""
+def _edges(claims: Sequence[Claim]) -> list[float]:
+    """The levels at which somebody's share begins or ceases to grow where nothing is given elsewhere, ascending."""
     edges = [-1.0, 0.0]
-    for weight, floor, ceiling, given in rows:
-        edges += (ceiling / weight, floor / weight)
-        if given > 0:
-            edges.append(given / weight if given > floor else given / floor - 1)
+    for claim in claims:
+        edges += (claim.ceiling / claim.weight, claim.floor / claim.weight)
     return sorted(dict.fromkeys(edges))
 
 

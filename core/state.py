@@ -4,6 +4,7 @@
 plan. It is plain data; a state rebuilt by replaying a log is the same state.
 """
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from core import actions
@@ -23,6 +24,8 @@ class Clearing(NamedTuple):
     book: PipelineBook
     source: Engine | Lease | None
 
+
+_DUE = attrgetter("due")
 
 Subject = Engine | Lease | Clearing | PipelineBook | None
 
@@ -138,11 +141,14 @@ class State:
 
     def shields(self, book: PipelineBook) -> bool:
         """Whether the hunger of this pipeline keeps a request waiting, or may."""
-        if book.hungry_since < 0:
+        waiting = self.ledger.waiting
+        if book.hungry_since < 0 or not waiting:
             return False
         rank = due(book.hungry_since, Priority.GENERATION)  # `outranks`, once for all of them: this is the hot path
+        if rank >= max(map(_DUE, waiting)):
+            return False
         mine = book.rank_at.keys()
-        return any(rank < request.due and not mine.isdisjoint(request.gpus) for request in self.ledger.waiting)
+        return any(rank < request.due and not mine.isdisjoint(request.gpus) for request in waiting)
 
     def coveted(self, book: PipelineBook) -> bool:
         """Whether anybody else could use one engine more where this pipeline rolls out. If not, it may need less and

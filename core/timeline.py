@@ -5,7 +5,8 @@ into busy, switching and idle, the three that the summary adds up.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 from core import events
 from core.model import Priority, Role
@@ -47,7 +48,7 @@ _ENGINE_STATES = {
 }
 
 
-class Segment(NamedTuple):
+class Segment(msgspec.Struct, frozen=True, gc=False):
     """A GPU in one state, for one pipeline ("" for nobody), from `start` to `end` (ns)."""
 
     gpu: int

@@ -10,6 +10,10 @@ Who gave its engine up for somebody else's turn waits for one residence before i
 newcomer where many turns are over would turn them all out at once: the first one's loser takes the next one's engine,
 and so on.
 
+A turn that completed nothing was a turn all the same: whoever had it stands last in line again. Otherwise two pipelines
+that never complete anything (one whose trajectories are longer than a turn, one whose driver may not start them yet)
+would be the hungriest for ever, and take turns with each other alone.
+
 Nothing here protects against non-rollout requests, but hunger does: see `outranks`.
 """
 

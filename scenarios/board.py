@@ -7,6 +7,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
+
 from core import events
 from core.accounting import Accounting
 from core.config import Scenario
@@ -121,5 +123,5 @@ def coarser(segments: list[Segment]) -> list[Segment]:
     halved = []
     for first, second in zip(segments[::2], segments[1::2], strict=False):
         longer = max(first, second, key=lambda segment: segment.end - segment.start)
-        halved.append(longer._replace(start=first.start, end=second.end))
+        halved.append(msgspec.structs.replace(longer, start=first.start, end=second.end))
     return halved + segments[len(segments) - len(segments) % 2 :]

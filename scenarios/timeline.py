@@ -7,6 +7,8 @@ else is a sign that is the same for all. Only ASCII, so that a log file shows wh
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from core.config import Scenario
 from core.timeline import Segment
 
@@ -123,7 +125,7 @@ def stretches(segments: Sequence[Segment], end_ns: int, most: int) -> Sequence[S
     for column, (state, pipeline) in enumerate(strip(segments, end_ns, most)):
         end = end_ns * (column + 1) // most
         if joined and (joined[-1].state, joined[-1].pipeline) == (state, pipeline):
-            joined[-1] = joined[-1]._replace(end=end)
+            joined[-1] = msgspec.structs.replace(joined[-1], end=end)
         else:
             joined.append(Segment(segments[0].gpu, end_ns * column // most, end, state, pipeline))
     return joined

@@ -1,5 +1,6 @@
 """The explorer: what it draws can be, what it finds replays and shrinks, and what was once found stays fixed."""
 
+import gc
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from backends.sim.policies import Choice
 from core import events, rollouts, turns
 from core.config import Fault
 from core.errors import Conflict
+from core.service import Service
 from core.topology import check_world
 from scenarios import explore
 from tests.core_world import LIMITS, CoreWorld, S, spec
@@ -260,6 +262,12 @@ def test_nobody_counts_as_dropped_what_was_never_delivered() -> None:
 def figures(result: campaign.Result) -> tuple[Any, ...]:
     counts = result.runs_of, result.struck, result.outcomes, result.bands, result.found
     return result.runs, result.entries, result.decisions, result.closest, *counts
+
+
+def test_worlds_that_are_over_take_no_memory() -> None:
+    for _ in campaign.campaign(campaign.Plan(classes=("lose_message",)), range(10), jobs=1):
+        pass
+    assert sum(isinstance(left, Service) for left in gc.get_objects()) == 0
 
 
 def test_what_is_found_does_not_depend_on_the_number_of_jobs() -> None:

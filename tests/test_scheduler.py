@@ -2,9 +2,9 @@
 
 import pytest
 
-from core import events
+from core import actions, events
 from core.errors import Displaced, UnknownName
-from core.model import PipelineState
+from core.model import MemoryNeeds, PipelineState, Priority
 from core.units import seconds
 from tests.core_world import LIMITS, CoreWorld, spec
 
@@ -118,3 +118,40 @@ def test_a_registration_that_comes_once_more_after_its_pipeline_left_registers_n
     book = world.state.ledger.books["a"]
     assert not world.feed(events.PipelineRegistered(pipeline="a", seq=0, spec=spec("a"))).actions
     assert world.state.ledger.books["a"] is book and not book.alive
+
+
+def kept(world: CoreWorld, free: int) -> None:
+    """End the watch of GPU 0 with so much seen free, as done if that is enough for whoever comes next."""
+    [watch] = [action for action in world.pending.values() if isinstance(action, actions.AwaitMemory)]
+    del world.pending[watch.action]
+    if free >= watch.need[0]:
+        world.feed(events.ActionDone(action=watch.action, free={0: free}))
+    else:
+        reason = f"GPU 0 shows {free} bytes free"
+        world.feed(events.ActionFailed(action=watch.action, reason=reason, free={0: free}))
+
+
+@pytest.mark.parametrize(("seen", "guilty"), [(53, "a"), (52, "b")])
+def test_who_releases_after_somebody_kept_too_much_has_to_go_only_if_still_more_is_missing(
+    seen: int, guilty: str
+) -> None:
+    """With what a's engine keeps b can initialise. From then on b's training is to fit too, and that it cannot."""
+    world = CoreWorld(1)
+    world.ready(spec("a", (0,), (0,)))
+    world.open("a")
+    world.settle()
+    large = MemoryNeeds(train=70, engine=50, residue=1, init_peak=50, host_cache=1)
+    assert world.join(spec("b", (0,), (0,), memory=large)) is None
+    assert world.ask("b", priority=Priority.INITIALIZATION) is None
+    world.settle(actions.SleepEngine)
+    kept(world, 55)
+    assert any(note.kind == "residue_growth" and note.pipeline == "a" for note in world.notes)
+    world.settle()
+    world.say(events.WeightsPublished, "b", version=0)
+    world.release("b")
+    kept(world, seen)
+    killed = [action.pipeline for action in world.pending.values() if isinstance(action, actions.KillEngine)]
+    assert (killed == ["a"]) == (guilty == "a")
+    assert world.state.ledger.books["b"].alive == (guilty == "a") and world.state.ledger.books["a"].alive
+    world.settle()
+    assert world.serving("a") == [0]

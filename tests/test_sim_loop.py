@@ -19,9 +19,9 @@ import anyio
 import pytest
 import simpy
 
-from backends.sim.calendar import COMPACT_ABOVE, SimEnv
+from backends.sim.calendar import COMPACT_ABOVE, Bell, SimEnv, ns_not_before
 from backends.sim.fence import fenced, unfenced
-from backends.sim.loop import SimLoop, SimTask, daemon_timers, ns_not_before, run_sim
+from backends.sim.loop import SimLoop, SimTask, daemon_timers, run_sim
 from backends.sim.policies import CANDIDATES_MAX, Chooser, Fifo, Holds, Walk, is_step
 from core.errors import Deadlock, FencedCall, Livelock, SimulationError
 from core.units import NS_PER_S
@@ -156,6 +156,27 @@ def test_timers_with_one_deadline_ring_in_the_order_they_were_set() -> None:
 
     # A TimerHandle goes through the ready queue, so each pair keeps its order too.
     assert in_loop(test) == [value for i in range(12) for value in (i, 100 + i)]
+
+
+def test_a_bell_wakes_its_task_in_the_same_instant_and_may_ring_for_one_that_was_cancelled() -> None:
+    async def test(loop):
+        woken = []
+
+        async def waits(bell):
+            await bell.wait()
+            woken.append(loop.now_ns())
+
+        heard, unheard = Bell(), Bell()
+        tasks = [asyncio.create_task(waits(bell)) for bell in (heard, unheard)]
+        await loop.sleep_ns(7)
+        heard.set()
+        heard.set()
+        tasks[1].cancel()
+        unheard.set()
+        await asyncio.wait(tasks)
+        return woken, loop.now_ns(), tasks[1].cancelled()
+
+    assert in_loop(test) == ([7], 7, True)
 
 
 def test_hours_pass_in_no_time_and_exactly() -> None:

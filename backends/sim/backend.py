@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import simpy
 
 from backends.sim import faults
+from backends.sim.calendar import Bell
 from backends.sim.crew import Crew
 from backends.sim.faults import Faults
 from backends.sim.loop import run_sim
@@ -186,6 +187,8 @@ class SimBackend:
             raise OperationFailed(failed)
 
     # --- rollouts ------------------------------------------------------------------------------------------
+
+    bell = Bell
 
     def slots(self, pipeline: str) -> int:
         """Requests one engine runs at once; more would queue inside it."""

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import anyio
 import simpy
 
-from backends.sim.calendar import Alarm, Nap, SimEnv
+from backends.sim.calendar import Alarm, Nap, SimEnv, ns_not_before
 from backends.sim.fence import fenced
 from backends.sim.policies import Chooser, Decision, Fifo, Policy, label
 from core.errors import Deadlock, FencedCall, Livelock, SimulationError
@@ -72,6 +72,10 @@ class SimTask(asyncio.Task):
 
     def __hash__(self) -> int:
         return self.birth
+
+    def __repr__(self) -> str:
+        """Short, and without an address: anyio writes it into every cancellation."""
+        return f"<{self.get_name()}>"
 
 
 class Ready(asyncio.Handle):
@@ -163,9 +167,11 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def call_at_ns(self, when_ns: int, callback: Callable[[], None], *, daemon: bool = False) -> Alarm:
         """Run ``callback`` between two steps at ``when_ns`` (now, if that is past); its errors end the run."""
-        self._check_closed()
-        alarm = Alarm(self.env, callback)
-        self.env.push(alarm, max(when_ns, self.env._now), daemon)
+        if self._closed:
+            self._check_closed()
+        env = self.env
+        alarm = Alarm(env, callback)
+        env.push(alarm, when_ns if when_ns > env._now else env._now, daemon)
         return alarm
 
     async def sleep_ns(self, nanos: int) -> None:
@@ -238,7 +244,12 @@ class SimLoop(asyncio.BaseEventLoop):
                 if left < STEPS_NAMED:
                     self._near_limit(left, handle)
                 queued = len(ready)
-                handle._run()
+                try:  # what Handle._run does, without the call
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self._failed(handle, error)
                 if len(ready) > queued + 1:
                     self._sort_wakeups(queued, handle)
                 if self._stopping:
@@ -260,12 +271,13 @@ class SimLoop(asyncio.BaseEventLoop):
     def _run_chosen(self, policy: Policy) -> None:
         """The same with a policy asked before each step; ends early when the drain begins."""
         ready, env = self._ready, self.env
+        calendar = env._queue
         chooser = Chooser(policy, ready, env, self.decisions)
         left = self._instant_steps_max
         try:
             while not (self._stopping or self._draining):
                 handle = chooser.take()
-                if handle is None and env.live == 0 and not chooser.held and self._quiesce():
+                if handle is None and len(calendar) <= env._idle and not chooser.held and self._quiesce():
                     continue
                 left -= 1
                 if left < STEPS_NAMED:
@@ -274,7 +286,12 @@ class SimLoop(asyncio.BaseEventLoop):
                 if handle is None:
                     env.step()
                 elif not handle._cancelled:
-                    handle._run()
+                    try:
+                        handle._context.run(handle._callback, *handle._args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:
+                        self._failed(handle, error)
                 if env._now != before:
                     left = self._instant_steps_max
                 if len(ready) > queued + 1:
@@ -352,6 +369,10 @@ class SimLoop(asyncio.BaseEventLoop):
             error.add_note(message)
         self._fail(error)
 
+    def _failed(self, handle: asyncio.Handle, error: BaseException) -> None:
+        """What a callback raised; a task keeps its errors to itself."""
+        self.call_exception_handler({"message": f"in callback {label(handle)}", "exception": error, "handle": handle})
+
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)
         if self.is_running() and not self._draining:
@@ -390,20 +411,6 @@ sock_sendto sock_connect sock_accept sock_sendfile
 """
 for _name in _OUTSIDE.split():
     setattr(SimLoop, _name, _refusal(_name))
-
-
-def ns_not_before(when: float) -> int:
-    """The first nanosecond that reads as at least ``when`` seconds.
-
-    asyncio and anyio re-arm a timer that rings while ``time() < deadline``; rounded to the nearest nanosecond, every
-    other deadline would spin.
-    """
-    nanos = int(when * NS_PER_S)
-    while nanos / NS_PER_S < when:
-        nanos += 1
-    while (nanos - 1) / NS_PER_S >= when:
-        nanos -= 1
-    return nanos
 
 
 def _settle(future: asyncio.Future, event: simpy.Event) -> None:

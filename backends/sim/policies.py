@@ -97,6 +97,9 @@ class Stepper:
         raise NotImplementedError
 
 
+_NAMED = (asyncio.Task, Stepper)
+
+
 def is_step(handle: asyncio.Handle) -> bool:
     """Whether this handle resumes a task: its first step, a continuation after ``sleep(0)``, or a wake-up; or whether
     it is a step of a ``Stepper``.
@@ -115,7 +118,7 @@ def label(handle: asyncio.Handle) -> str:
     """What a handle is called in records: its task's name, else its function's."""
     callback: Any = handle._callback
     owner = getattr(callback, "__self__", None)
-    if isinstance(owner, asyncio.Task | Stepper):
+    if isinstance(owner, _NAMED):
         return owner.get_name()
     if isinstance(callback, partial):
         callback = callback.func
@@ -143,6 +146,8 @@ class Chooser:
                 if not self.held or self._env.due():
                     return None
                 self.release()
+            if len(ready) == 1 and not self.held and not self._env.due():
+                return self._only_one(ready.popleft())
             steps = self._leading_steps()
             if not steps:
                 self._end_spin()
@@ -160,25 +165,33 @@ class Chooser:
         self._ready.extend(self.held)
         self.held.clear()
 
+    def _only_one(self, handle: asyncio.Handle) -> asyncio.Handle:
+        """Nothing else could run, so there is nothing to choose: what the rest of `take` would come to."""
+        if (self._quiet or self._forced) and is_step(handle):
+            self._quiet = 0
+            self._forced = False
+        return handle
+
     def _leading_steps(self) -> list[asyncio.Handle]:
         ready = self._ready
         steps: list[asyncio.Handle] = []
         # By index: a signal handler may append while we look.
         for i in range(min(len(ready), CANDIDATES_MAX)):
-            if not is_step(ready[i]):
+            handle = ready[i]
+            if not is_step(handle):
                 break
-            steps.append(ready[i])
+            steps.append(handle)
         return steps
 
     def _ask(self, steps: list[asyncio.Handle]) -> int:
-        labels = tuple(label(step) for step in steps)
         other = self._instead(len(steps))
         most = len(steps) - (other is None)
         if most == 0:
             return 0
+        labels = tuple([label(step) for step in steps])
         if other is not None:
             labels = (*labels, other)
-        births = tuple(step._callback.__self__.birth for step in steps)
+        births = tuple([step._callback.__self__.birth for step in steps])
         choice = Choice(len(self._decisions), self._env._now, births, labels, most)
         holds = min(max(self._policy.holds(choice), 0), most)
         self._decisions.append(Decision(choice.index, choice.at_ns, labels, holds))

@@ -168,7 +168,8 @@ class Trainer:
         return note.extra
 
     def close(self) -> None:
-        """Leave the group and let go of every tensor; a no-op the second time."""
+        """Leave the group and let go of every tensor; a no-op the second time. Megatron keeps some for as long as the
+        process lives."""
         if self._built:
             del self.policy, self.reference, self._optimizer, self._schedule
             self._parkings = []

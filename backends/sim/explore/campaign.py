@@ -6,6 +6,7 @@
 3. Of each signature the first failing seed is shrunk, by the process that counts, in the order of seeds.
 """
 
+import gc
 import multiprocessing
 import signal
 import time
@@ -183,7 +184,9 @@ def _run_twice(seed: int, case: Case, result: Result) -> None:
 
 
 def _portion(plan: Plan, seeds: range) -> list[Result]:
-    return [explore(plan, seed) for seed in seeds]
+    results = [explore(plan, seed) for seed in seeds]
+    gc.collect()  # worlds are cycles, and a run begins by putting everything before it out of the collector's sight
+    return results
 
 
 # --- many seeds -------------------------------------------------------------------------------------------
@@ -199,6 +202,7 @@ def campaign(plan: Plan, seeds: range, jobs: int, time_s: float | None = None) -
                 if end is not None and time.monotonic() >= end:
                     return
                 yield explore(plan, seed)
+            gc.collect()
         return
     with _pool(jobs) as pool:
         window: deque[AsyncResult[list[Result]]] = deque()
