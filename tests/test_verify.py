@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from core import actions, events, planner
+from core import actions, events, planner, scheduler
 from core.errors import ConfigError, InvariantBroken
 from core.model import DemandPolicy, Priority, Role
 from core.verify import client, liveness, moves, search
@@ -214,6 +214,27 @@ def _clear_at_once(ledger, ids, book, why, *, quarantine=False):
         ledger.gpus[gpu].engine = ledger.gpus[gpu].lease = None
         ledger.gpus[gpu].hold = type(ledger.gpus[gpu].hold).FREE
     return ()
+
+
+def test_a_watch_of_an_earlier_tenancy_that_counts_is_a_broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = scheduler._memory
+
+    def any_watch(state, action, clearing, failure, free):
+        state.ledger.gpus[clearing.gpu].watch = action.action
+        judged(state, action, clearing, failure, free)
+
+    monkeypatch.setattr(scheduler, "_memory", any_watch)
+    verdict = prove(Graph(World(gpus=1, pipelines=1, faults=2)), WHOLE)
+    assert verdict.outcome == BROKEN
+    assert "nobody waits for AwaitMemory of GPU 0 any more" in verdict.story[-1]
+
+
+def test_a_gpu_in_quarantine_that_is_promised_is_a_broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The books' own check does not see it, for it asks what is usable."""
+    monkeypatch.setattr("core.ledger.Gpu.usable", True)
+    verdict = prove(Graph(World(gpus=1, pipelines=1, faults=2)), WHOLE)
+    assert verdict.outcome == BROKEN
+    assert "GPU 0 is quarantined" in verdict.story[-1] and "promised to" in verdict.story[-1]
 
 
 def test_a_pipeline_that_is_left_out_is_found_starving(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def apply(world: World, node: Node, move: Move) -> Decision | None:
 
 
 def _forget(node: Node) -> None:
-    """Drop what nobody waits for any more: how it ends is ignored, and noted only for people."""
+    """Drop what nobody waits for any more, once it was seen that it makes no difference how it ends."""
     operations = node.state.operations
     for number, (_, subject) in list(operations.items()):
         match subject:
@@ -211,7 +211,34 @@ def _forget(node: Node) -> None:
             case _:
                 wanted = True
         if not wanted:
-            del operations[number]
+            _must_be_ignored(node, number)
+
+
+def _must_be_ignored(node: Node, number: int) -> None:
+    """S2: only the watch of this tenancy speaks for a GPU, and only its last operation for an engine."""
+    state = node.state
+    action, subject = state.operations[number]
+    before = _conditions(node)
+    for outcome in (
+        events.ActionDone(action=number, free=dict.fromkeys(getattr(action, "gpus", ()), 1)),
+        events.ActionFailed(action=number, reason="it failed"),
+        events.ActionUnknown(action=number, reason="silence"),
+    ):
+        state.operations[number] = action, subject
+        led_to = decide(state, node.now, outcome)
+        if led_to.actions or _conditions(node) != before:
+            raise InvariantBroken(f"S2: nobody waits for {_named(action)} any more, and yet its outcome is heeded")
+
+
+def _named(action: actions.Action) -> str:
+    where = getattr(action, "gpus", ())
+    return type(action).__name__ + (f" of GPU {where[0]}" if where else "")
+
+
+def _conditions(node: Node) -> list[object]:
+    """What every GPU and engine is doing, and under which action."""
+    gpus: list[object] = [(gpu.hold, gpu.watch) for gpu in node.state.ledger.gpus]
+    return gpus + [(engine.state, engine.operation) for book in node.books for engine in book.engines]
 
 
 def _must_please(node: Node, decision: Decision) -> None:

@@ -3,7 +3,7 @@
 `pack` reads a node, whatever its numbers; `load` writes a node in canonical numbers into one scratch state, which is
 reused (`loading`): the search copies bytes, never objects. Two nodes that pack to the same bytes behave alike (see
 `world` for what is left out on purpose). What is not packed: texts, the `since` of anything (for people only), outcomes
-that nobody waits for any more (`decide` ignores them), and whatever follows from the rest.
+that nobody waits for any more (`decide` ignores them: `moves` makes sure), and whatever follows from the rest.
 """
 
 from core import actions

@@ -12,9 +12,18 @@ BUSY = frozenset((EngineState.WAKING, EngineState.SYNCING, EngineState.DRAINING)
 def check(node: Node) -> None:
     """Raises InvariantBroken for the first rule that does not hold."""
     node.state.ledger.check()
+    _nothing_promised_in_quarantine(node)
     _nothing_left_to_plan(node)
     _everything_is_under_way(node)
     _no_gpu_idles(node)
+
+
+def _nothing_promised_in_quarantine(node: Node) -> None:
+    """Whoever counts on such a GPU may wait for ever, and gives up what it could have had instead. Not asked of the
+    planner's own idea of what is usable."""
+    for gpu in node.state.ledger.gpus:
+        if gpu.promised is not None and (gpu.hold is Hold.QUARANTINED or gpu.hold is Hold.LOST):
+            raise InvariantBroken(f"GPU {gpu.id} is {gpu.hold.value} ({gpu.why}) and promised to {gpu.promised}")
 
 
 def _nothing_left_to_plan(node: Node) -> None:
