@@ -73,6 +73,12 @@ MESSAGES = (
         "L2: a client that gave up before it was heard registers nothing.",
     ),
     Mutant(
+        "given-back-is-undelivered", "core/port.py",
+        "if epoch in self._leases or epoch in self._returned:",
+        "if epoch in self._leases:",
+        "L2: a lease that was used and given back was not undelivered, whatever a late message asks for.",
+    ),
+    Mutant(
         "port-repeats-nothing", "core/port.py",
         "if self._acked < self._seq and self._resend is None and not self._closed:",
         "if False:",
@@ -187,6 +193,12 @@ MEMORY = (
         "S1: what one shrink frees is promised once.",
     ),
     Mutant(
+        "last-releaser-blamed", "core/engines.py",
+        "if _missing_before(state, gpu, free.get(gpu.id, 0)):",
+        "if False:",
+        "S7: nobody is failed for memory that others were seen to keep.",
+    ),
+    Mutant(
         "quarantine-skipped", "core/ledger.py",
         "return self.hold is not Hold.QUARANTINED and self.hold is not Hold.LOST",
         "return self.hold is not Hold.LOST",
@@ -281,6 +293,12 @@ SHARES = (
         "return 2 * residence if book.left_fraction < NEARLY_FINISHED else residence",
         "return residence",
         "L5: nearly finished donors are spared one more residence.",
+    ),
+    Mutant(
+        "vain-turn-keeps-its-hunger", "core/scheduler.py",
+        "if engine.book in made.gave_way and not engine.completed:",
+        "if False:",
+        "L1: whoever completed nothing in its turn stands last in line again.",
     ),
     Mutant(
         "turn-without-completion", "core/turns.py",
