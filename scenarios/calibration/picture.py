@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from core.config import Scenario
 from core.run import execute
 from core.timeline import Segment
@@ -61,7 +63,7 @@ def picture(
 def _row(painter: Painter, segments: Sequence[Segment], start: int, end: int) -> str:
     """Blank where the run was over."""
     within = [
-        segment._replace(start=max(segment.start, start) - start, end=min(segment.end, end) - start)
+        replace(segment, start=max(segment.start, start) - start, end=min(segment.end, end) - start)
         for segment in segments
         if segment.end > start and segment.start < end
     ]
