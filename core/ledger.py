@@ -341,8 +341,9 @@ class Ledger:
         self.promised: dict[Engine | Request, None] = {}
         self.unserving: dict[Engine, None] = {}
         """Engines that are awake but not routable at the latest version."""
-        self.unpromised: dict[int, None] = {}
-        """GPUs whose promise was taken back since the last plan: somebody else may want them now."""
+        self.unpromised: dict[int, PipelineBook] = {}
+        """GPUs whose promise was taken back since the last plan, each with whose it was: somebody else may want the GPU
+        now, and it another one."""
         self.mapping_generation = 0
         """Changes whenever the set of pipelines or usable engines does (`core.regions` caches by it)."""
 
@@ -454,7 +455,7 @@ class Ledger:
         for id in to.gpus:
             if self.gpus[id].promised is to:
                 self.gpus[id].promised = None
-                self.unpromised[id] = None
+                self.unpromised[id] = to.book
         self.promised.pop(to, None)
         if isinstance(to, Engine):
             to.book.up.pop(to.dp_rank, None)

@@ -2,7 +2,7 @@
 
 A plan is the difference between what is and what should be: requests to grant, engines to expand or shrink, promises
 to take back. It is made on the present state with everything in flight as part of it (`Gpu.tenant`), so that
-planning again at once gives an empty plan. Two passes:
+planning the same again at once gives an empty plan. Two passes:
 
 1. `core.queueing`: non-rollout requests, in order of `demand.due`, their whole mapping or nothing.
 2. `core.rollouts`: engines for everyone with rollout demand, on what the first pass left.

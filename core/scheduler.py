@@ -70,10 +70,12 @@ def decide(state: State, now: int, event: events.Event) -> Decision:
 def _replan(state: State) -> None:
     if state.regions.generation != state.ledger.mapping_generation:
         state.regions = Regions(state.ledger)
-    made = plan(state.ledger, state.regions, state.dirty, state.dirty_gpus | state.ledger.unpromised)
+    unpromised = state.ledger.unpromised
+    dirty = state.dirty | dict.fromkeys(unpromised.values())
+    made = plan(state.ledger, state.regions, dirty, state.dirty_gpus | dict.fromkeys(unpromised))
     state.dirty, state.dirty_gpus, state.replan = {}, {}, False
     _promise(state, made)
-    state.ledger.unpromised.clear()
+    unpromised.clear()
     if made.unmet:
         state.unmet.update(made.unmet)
     if made.review_at is not None and not 0 <= state.review_at <= made.review_at:

@@ -171,3 +171,22 @@ def test_whoever_completes_nothing_in_its_turn_stands_last_in_line_again() -> No
         world.sleep(LIMITS.turn / S)
         world.settle()
     assert sorted(served[:4]) == sorted(served[4:]) == list(names)
+
+
+def test_whose_promise_is_broken_gets_another_engine_at_once() -> None:
+    """`a` is promised the GPU that `b` leaves, since its first engine lies there. The memory does not come back: it
+    wakes on the other one, though nobody but `a` is mapped to that, and nothing happened there."""
+    world = CoreWorld(2)
+    world.ready(spec("b", (0,), (0,)), spec("a", (1,), (0, 1)))
+    world.open("b", 1)
+    world.settle()
+    world.complete("b")
+    world.close("b")
+    world.say(events.RolloutReleased, "b")
+    world.settle(actions.SleepEngine)
+    [watch] = [action for action in world.pending.values() if isinstance(action, actions.AwaitMemory)]
+    world.open("a", 1)
+    assert watch.gpus == (0,) and list(world.state.ledger.books["a"].up) == [0]
+    world.end(watch, "failed")
+    world.settle()
+    assert world.serving("a") == [1]
