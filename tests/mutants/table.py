@@ -199,6 +199,12 @@ MEMORY = (
         "S7: nobody is failed for memory that others were seen to keep.",
     ),
     Mutant(
+        "broken-promise-unplanned", "core/scheduler.py",
+        "dirty = state.dirty | dict.fromkeys(unpromised.values())",
+        "dirty = state.dirty",
+        "L4: whose promise is broken is planned for again, wherever else it may roll out.",
+    ),
+    Mutant(
         "quarantine-skipped", "core/ledger.py",
         "return self.hold is not Hold.QUARANTINED and self.hold is not Hold.LOST",
         "return self.hold is not Hold.LOST",
