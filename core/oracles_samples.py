@@ -15,7 +15,7 @@ A batch's book is kept until it was taken and closed, and a few more batches cam
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from core import events
+from core import actions, events
 
 if TYPE_CHECKING:
     from core.monitor import Monitor
@@ -49,6 +49,7 @@ class SampleOracles:
         self._concerns = monitor.concerns
         self._books: dict[str, dict[int, Book]] = {}
         self._trained: dict[str, dict[int, None]] = {}
+        self._failed: dict[str, None] = {}
         self.checks: dict[type, Callable[[Any], None]] = {
             events.TrajectoryCompleted: self._completed,
             events.TrajectoryDropped: self._dropped,
@@ -58,6 +59,7 @@ class SampleOracles:
             events.StateResent: self._resent,
             events.DemandChanged: self._demand_changed,
             events.ClientLost: self._lost,
+            actions.Note: self._noted,
         }
 
     def finish(self) -> None:
@@ -176,6 +178,10 @@ class SampleOracles:
         for book in self._books.get(event.pipeline, {}).values():
             book.gaps = True
 
+    def _noted(self, note: actions.Note) -> None:
+        if note.kind == "failed":
+            self._failed[note.pipeline] = None
+
     def _resent(self, event: events.StateResent) -> None:
         for number, book in self._books.setdefault(event.pipeline, {}).items():
             book.gaps = True
@@ -206,7 +212,7 @@ class SampleOracles:
         """Nothing more will be heard of this batch: all that was accepted must have ended, and the other way round."""
         if book.taken is None or book.gaps:
             return
-        if book.taken_early:
+        if book.taken_early and pipeline not in self._failed:
             which = f"trajectories {_some(book.taken_early)} of batch {number} of {pipeline}"
             self._breach("S5", f"{which} were trained and never accepted")
         if book.accepted:
