@@ -8,8 +8,8 @@ end. They are finite, and linear in the number of pipelines that share GPUs. Wha
 * nobody exceeds a limit without being stopped (past a limit: cancel, kill, quarantine, fail);
 * one trajectory fits into `limits.turn`. A trajectory longer than every turn cannot be completed by taking turns.
 
-Failures of the waiting pipeline's own engines are not in its bound: its clock starts again there. Nor is the time until
-it suspects an engine that hangs while it decodes (`Job.reissue_after`): the pipeline's own choice, unknown here.
+Failures of the waiting pipeline's own engines are not in its bound: its clock starts again there. The time until it
+suspects an engine that hangs while it decodes (`PipelineSpec.suspicion`) is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -94,11 +94,12 @@ def rollout(spec: PipelineSpec, sharers: Sequence[PipelineSpec], everyone: Seque
     A pipeline that completes nothing stands in the same order as a request of the lowest priority, so within `grant`
     nobody is before it any more. Then it starts an engine and keeps it for a turn, against rollouts by residence and
     against requests by its place in the order. What was running is cut off when its own trainer publishes, which can
-    happen as often as full batches wait to be trained: `staleness` times.
+    happen as often as full batches wait to be trained: `staleness` times. All that once, since an engine that stops
+    decoding, and is suspected in the end, is a failure.
     """
     attempt = start(spec) + turn(spec) + spec.limits.drain
     own = spec.staleness * (holding(spec) + attempt)
-    return grant(spec, Priority.GENERATION, sharers, everyone) + attempt + own
+    return grant(spec, Priority.GENERATION, sharers, everyone) + attempt + own + spec.suspicion
 
 
 def sharers_of(spec: PipelineSpec, everyone: Iterable[PipelineSpec]) -> list[PipelineSpec]:

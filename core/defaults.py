@@ -94,6 +94,12 @@ def reissue_after(costs: Costs) -> int:
     return max(ns(300), 10 * quantile(costs.trajectory, 0.99))
 
 
+def suspicion(reissue_after: int, max_attempts: int) -> int:
+    """How long an engine can leave one trajectory unanswered, attempt after attempt, before it is taken for hung: up to
+    the last attempt but one (`core.gateway`). With two trajectories, or with others that it answers, it is shorter."""
+    return max(1, max_attempts - 1) * reissue_after
+
+
 def hold(costs: Costs) -> int:
     """Longest a non-rollout lease is held: four times everything a trainer may do under one lease."""
     work = max(most(costs.train), most(costs.critic_train)) + most(costs.log_probs)

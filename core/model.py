@@ -178,6 +178,9 @@ class PipelineSpec(Record, frozen=True, kw_only=True):
     """Bound k: a sample may be at most k versions older than the trainer that takes it. 0: on-policy."""
     min_residence: int = 0
     """ns an engine keeps its GPUs against other rollouts once it is routable."""
+    suspicion: int = 0
+    """Longest an engine that stopped decoding may go unsuspected by its pipeline, ns (`core.defaults.suspicion`); the
+    scheduler waits for the suspicion, and only the bounds know how long."""
     on_preempt: OnPreempt = OnPreempt.ABORT
     partial: Partial = Partial.RESTART
     in_flight_updates: bool = False

@@ -206,8 +206,10 @@ def _factor(table: Table) -> float:
 def _job(table: Table, folder: Path) -> Job:
     costs = _costs(table, folder)
     prompts, samples = _batch(table)
+    reissue_after = table.seconds("reissue_after_s", defaults.reissue_after(costs), positive=True)
+    max_attempts = table.whole("max_attempts", defaults.MAX_ATTEMPTS, least=1)
     return Job(
-        spec=_spec(table, costs),
+        spec=_spec(table, costs, defaults.suspicion(reissue_after, max_attempts)),
         steps=table.whole("steps", least=1),
         target=prompts * samples,
         samples_per_prompt=samples,
@@ -216,15 +218,15 @@ def _job(table: Table, folder: Path) -> Job:
         start_at=table.seconds("start_at", 0),
         start_after=_trigger(table, "start_after"),
         dispatch_after=_trigger(table, "dispatch_after"),
-        reissue_after=table.seconds("reissue_after_s", defaults.reissue_after(costs), positive=True),
-        max_attempts=table.whole("max_attempts", defaults.MAX_ATTEMPTS, least=1),
+        reissue_after=reissue_after,
+        max_attempts=max_attempts,
         old_log_probs=table.flag("old_log_probs", False),
         evaluation=_evaluation(table),
         reward_s=_reward(table),
     )
 
 
-def _spec(table: Table, costs: Costs) -> PipelineSpec:
+def _spec(table: Table, costs: Costs, suspicion: int) -> PipelineSpec:
     residence = table.seconds("min_residence_s", defaults.min_residence(costs))
     name = table.text("id")
     check_id(name, table.at("id"))
@@ -235,6 +237,7 @@ def _spec(table: Table, costs: Costs) -> PipelineSpec:
         memory=_memory(table.table("memory", MEMORY_KEYS)),
         staleness=table.whole("staleness", 0, most=1000),
         min_residence=residence,
+        suspicion=suspicion,
         on_preempt=table.choice("on_preempt", OnPreempt.ABORT),
         partial=table.choice("partial", Partial.RESTART),
         in_flight_updates=table.flag("in_flight_updates", False),

@@ -8,7 +8,7 @@ import pytest
 from core_world import MEMORY, CoreWorld, spec
 from incident_world import Run, incident, pipeline, world
 
-from core import actions, events
+from core import actions, bounds, events
 from core.config import Durations, Fault
 from core.errors import Conflict, RequestError, StaleLease, TopologyError, UnknownName
 from core.ledger import Hold, Phase
@@ -298,6 +298,29 @@ def test_i26_whatever_breaks_in_one_pipeline_changes_nothing_for_one_that_shares
         for r in (run, alone)
     )
     assert mine == theirs and len(mine) == 64
+
+
+@pytest.mark.parametrize(("prompts", "max_attempts", "patience"), [(1, 1, 1), (1, 2, 1), (1, 4, 3), (3, 4, 1)])
+def test_i26_the_bound_knows_how_long_an_engine_may_hang_unsuspected(prompts: int, max_attempts: int, patience: int):
+    """Waiting for answers is longer here than all the rest of the bound, which alone would call the pipeline starved.
+    One trajectory gets all attempts but one; of several, the second unanswered one is proof."""
+    limits = dict.fromkeys(("hold_s", "init_s", "quarantine_s", "turn_s"), 60)
+    limits |= {"wake_s": 60} | dict.fromkeys(("sync_s", "sleep_s", "drain_s"), 20)
+    alone = world(
+        1,
+        pipeline(
+            "a", [0], [0], steps=1, batch={"prompts": prompts}, limits=limits, min_residence_s=5, reissue_after_s=4000,
+            max_attempts=max_attempts, costs={"restart": 30},
+        ),
+        faults=[{"at": 30, "kind": "hang_engine", "pipeline": "a", "dp_rank": 0}],
+    )  # fmt: skip
+    spec = alone.jobs[0].spec
+    assert bounds.rollout(spec, [spec], [spec]) - spec.suspicion < ns(4000)
+    run = Run(alone)
+    [suspected] = run.times(events.EngineSuspected)
+    assert run.broken == []
+    assert run.outcome == ("failed" if max_attempts == 1 else "completed")
+    assert patience * 4000 < suspected < patience * 4000 + 30
 
 
 @pytest.mark.parametrize("how", ["failed", "unknown"])

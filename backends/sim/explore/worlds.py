@@ -116,12 +116,13 @@ def _starts(chance: Chance, pace: Pace, jobs: tuple[Job, ...]) -> tuple[Job, ...
 def draw_job(chance: Chance, cluster: Cluster, name: str, pace: Pace, small: bool = False, lean: bool = False) -> Job:
     costs = _costs(chance, pace)
     spec = _spec(chance, cluster, name, costs, lean)
+    reissue_after = defaults.reissue_after(costs)
     return Job(
-        spec=spec,
+        spec=msgspec.structs.replace(spec, suspicion=defaults.suspicion(reissue_after, defaults.MAX_ATTEMPTS)),
         steps=1 if small else chance.between(1, 3),
         target=chance.between(1, 2) if small else chance.pick((1, 2, 3, 4, 4, 8)),
         costs=costs,
-        reissue_after=defaults.reissue_after(costs),
+        reissue_after=reissue_after,
         old_log_probs=chance.often(0.2),
         evaluation=Evaluation(every=chance.between(1, 2), trajectories=chance.between(1, 3))
         if chance.often(0.2) and not small
