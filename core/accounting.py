@@ -266,7 +266,7 @@ class Accounting(Watcher):
         diagnosis: str | None = None,
         end_ns: int | None = None,
     ) -> dict[str, Any]:
-        """One run in the fields of `--json` (design, section 7). `end_ns`: when it ended, if after its last entry."""
+        """One run in the fields of `--json`. `end_ns`: when it ended, if after its last entry."""
         return {
             "scenario": header.scenario,
             "backend": header.backend,

@@ -68,7 +68,7 @@ class Snapshot(_Strict, frozen=True, kw_only=True):
 
 
 def plan_snapshot(data: Any, explain: bool = False) -> dict[str, Any]:
-    """The decision on a snapshot (design.md section 7 has the format), as plain data.
+    """The decision on a snapshot (docs/scenarios.md has the format), as plain data.
 
     Raises ConfigError for a snapshot that is malformed, names what it does not declare, or breaks S1.
     """

@@ -1,4 +1,4 @@
-"""The mutants still fit the source, and a handful of them is found. All of them take an hour: docs/mutants.md."""
+"""The mutants still fit the source, and a handful of them is found. All of them take half an hour: docs/mutants.md."""
 
 import re
 from pathlib import Path

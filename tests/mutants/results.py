@@ -85,13 +85,14 @@ HEAD = """\
 # Mutants
 
 The tester is tested: each line is a fault put into a copy of the packages on purpose (`tests/mutants/table.py`), and
-what found it. Made by `python -m tests.mutants --json out/mutants.json --table docs/mutants.md` on {day}, in {minutes}
-minutes of processor time; it may be stopped, and goes on where it was.
+what found it. Made by `python -m tests.mutants --seeds {seeds} --json out/mutants.json --table docs/mutants.md` on
+{day}, in {minutes} minutes of processor time; it may be stopped, and goes on where it was.
 
 - **unit**: example tests of core and simulator, and the incidents (`yes`: at least one fails).
 - **property**: walks of the core (`test_core_walk.py`), then Hypothesis on the planner, the gateway and the core
   machine (15 histories).
-- **explorer**: `scenarios.explore`, {seeds} seeds with all faults and orders: in how many seeds, and the rules broken.
+- **explorer**: `scenarios.explore`, {seeds} seeds with all faults and orders: in how many seeds, and the rules broken
+  (`hung`: a seed did not end, and none came after it).
 - **verifier**: every state of 2 pipelines x 1 GPU, of 1 x 1 with two faults, of 2 x 2 (coarse).
 - `blind`: the detector never runs the mutated module. `-`: it looked and saw nothing. `?`: it has not looked yet.
   CPU: seconds, all detectors.
