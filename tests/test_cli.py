@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from core.backend import Backend
 from core.config import Expect, Scenario
 from core.errors import ConfigError, InvariantBroken
 from core.model import Priority, Role
+from core.snapshot import plan_snapshot
 from core.timeline import STATES, Segment
 from core.topology import OVERLAP_NAMES, check_world
 from core.trace import read_log
@@ -571,6 +573,14 @@ def test_plan_prints_the_decision_and_with_explain_the_reasons(capsys, tmp_path)
     assert plan.main([str(file), "--explain"]) == 0
     explained = json.loads(capsys.readouterr().out)
     assert len(explained.pop("explain")) == 1 and explained == decision
+
+
+def test_the_snapshot_of_the_documentation_is_decided_as_it_stands():
+    text = (ROOT / "docs" / "scenarios.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)
+    decision = plan_snapshot(json.loads(block))
+    assert decision["grant"] == [{"pipeline": "a", "role": "actor_train", "gpus": [0]}]
+    assert decision["shrink"] == {"a": [0, 1]} and decision["expand"] == {"b": {"1": [1]}}
 
 
 def test_plan_reads_standard_input(capsys, monkeypatch):
