@@ -10,16 +10,18 @@ each phase takes, what each GPU held when, and how little of the time was the sc
 3. The scheduler's share is measured by deciding everything again, here and now, on the machine that reads the log.
 """
 
-import argparse
 import csv
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from core import actions, events
-from core.errors import TurnstileError
+from core.errors import ConfigError
 from core.trace import Entry, read_log, replay
+from scenarios.common import guarded
+from scenarios.parsing import Parser, check_writable
 
 MS = 1e6
 S = 1e9
@@ -229,25 +231,30 @@ def _show_overhead(path: str, log: Recording) -> None:
     spent = time.perf_counter() - began
     ran = log.entries[-1].t / S
     print(f"\nreplay: {divergence or 'decide gives the same actions'}")
-    share = f"{100 * spent / ran:.2f} % of the {ran:.1f} s that the run took"
+    share = f"{100 * spent / ran:.2f} % of the {ran:.1f} s that the run took" if ran else "and the run took no time"
     print(f"reading and deciding all of it again took {spent:.2f} s, {share}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.record", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m benchmarks.record", description=" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("log", metavar="LOG", help="a file that --trace wrote, on any backend")
     parser.add_argument("--memory", metavar="FILE.csv", help="also write what each GPU held when")
     options = parser.parse_args()
-    try:
-        _, entries = read_log(options.log)
-        log = Recording(entries)
-        for kind, found in switches(log).items():
-            _show_switches(kind, found)
-        _show_phases(log.phases)
-        _show_memory(log, options.memory)
-        _show_overhead(options.log, log)
-    except TurnstileError as error:
-        parser.exit(2, f"error: {error}\n")
+    return guarded(lambda: _show(options.log, options.memory))
+
+
+def _show(path: str, memory: str | None) -> int:
+    if memory is not None:
+        check_writable(Path(memory), "--memory")
+    _, entries = read_log(path)
+    log = Recording(entries)
+    if not log.entries:
+        raise ConfigError(path, "nothing happened in it", "record a run with --trace")
+    for kind, found in switches(log).items():
+        _show_switches(kind, found)
+    _show_phases(log.phases)
+    _show_memory(log, memory)
+    _show_overhead(path, log)
     return 0
 
 

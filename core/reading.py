@@ -156,7 +156,11 @@ def _hint(value: object) -> str:
         number = float(value)
     except ValueError:
         return ""
-    return f"write it as {number!r}, without quotes" if math.isfinite(number) else ""
+    if not math.isfinite(number):
+        return ""
+    digits, e, exponent = repr(number).partition("e")
+    written = f"{digits}{'' if '.' in digits else '.0'}e{exponent}" if e else digits  # without a point it is text again
+    return f"write it as {written}, without quotes"
 
 
 def number(value: object, where: str, wanted: str, most: float) -> int | float:

@@ -25,7 +25,7 @@ from core.model import (
 )
 from core.planner import plan
 from core.regions import Regions
-from core.topology import check_group
+from core.topology import MOST_GPUS, check_group
 
 NOW = 10**18
 """ns since everyone's last change: every residence and turn has elapsed."""
@@ -91,6 +91,8 @@ def _ledger(snapshot: Snapshot) -> Ledger:
     per_node = snapshot.gpus if snapshot.gpus_per_node is None else snapshot.gpus_per_node
     if per_node < 1 or snapshot.gpus % per_node:
         raise ConfigError("gpus_per_node", f"{per_node} does not divide {snapshot.gpus} GPUs")
+    if snapshot.gpus > MOST_GPUS:
+        raise ConfigError("gpus", f"{snapshot.gpus} GPUs are too many", f"at most {MOST_GPUS}")
     cluster = Cluster(nodes=snapshot.gpus // per_node, gpus_per_node=per_node, gpu_memory=1, host_memory=1)
     ledger = Ledger(cluster, DemandPolicy.BATCH)
     ledger.now = NOW

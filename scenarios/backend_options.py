@@ -29,7 +29,7 @@ WORKLOAD = ("model", "task", "prompts", "reward", "max_tokens", "learning_rate")
 
 AUTO = "auto"
 CACHE = "cache"
-"""What is used unless something else is asked for: the one way that whole runs on GPUs are on record for."""
+"""What is used unless something else is asked for: it works wherever trainer and engine are, up or not."""
 TRANSPORTS = (AUTO, CACHE, "ipc", "broadcast", "nccl")
 """`nccl` is what a broadcast is on GPUs; on a CPU there is only its other name."""
 MOST_PORT = 65_535
@@ -59,7 +59,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--address", type=_address, metavar="HOST:PORT|auto", help="join this Ray cluster (default: start one here)"
     )
-    group.add_argument("--output", metavar="DIR", help="folder of the run (default: out/SCENARIO-TIME)")
+    group.add_argument("--output", metavar="DIR", help="folder of the run (default: out/SCENARIO-TIME-PID)")
     group.add_argument(
         "--transport", type=_one_of(TRANSPORTS), metavar="|".join(TRANSPORTS), help="how weights get to engines (cache)"
     )
@@ -74,7 +74,8 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", metavar="NAME", help="tiny, smollm2, a local folder, or an id on Hugging Face's hub")
+    help_ = "tiny, smollm2, a local folder, or an id on Hugging Face's hub"
+    group.add_argument("--model", type=_name, metavar="NAME", help=help_)
     group.add_argument("--task", type=_one_of(TASKS), metavar="|".join(TASKS), help="a built-in task")
     group.add_argument("--prompts", metavar="FILE", help="instead: JSON lines with prompt, answer and what else")
     group.add_argument("--reward", type=_function, metavar="MODULE:FUNCTION", help="how good a completion is")
@@ -82,11 +83,16 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--learning-rate", type=_learning_rate, metavar="X", help="of the optimiser")
 
 
+def _name(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 def _one_of(known: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in known:
-            problem = f"{text[:40]!r} is not one of {', '.join(known)}"
-            raise argparse.ArgumentTypeError(f"{problem}; {nearest(text, known)}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not known; {nearest(text, known)}")
         return text
 
     return parse

@@ -27,7 +27,7 @@ from scenarios.calibration.world import LATENCIES, PHASES, SOMETIMES, calibrated
 from scenarios.calibration.write import to_yaml
 from scenarios.common import guarded
 from scenarios.outcome import FAILED, OK
-from scenarios.parsing import Parser, whole
+from scenarios.parsing import Parser, check_writable, whole
 
 MOST_RUNS = 1_000
 MOST_S = 1e9
@@ -40,30 +40,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--costs", metavar="FILE.yaml", help="instead of logs: a scenario whose costs are taken")
     made.add_argument("--compare", metavar="LOG", help="simulate this log's world with these costs, and compare")
     made.add_argument(
-        "--runs", type=whole(1, MOST_RUNS), default=RUNS, metavar="N", help=f"simulated runs to compare ({RUNS})"
+        "--runs", type=whole(1, MOST_RUNS), metavar="N", help=f"of --compare: how many runs to simulate ({RUNS})"
     )
     made.add_argument("--typical", action="store_true", help="instead: print what is usual, as one short set of costs")
-    help_ = "for a machine whose caches of compiled code a run has filled already (the first run of all is recorded)"
+    help_ = "of --compare: for a machine whose caches of compiled code a run has filled (the first one is recorded)"
     made.add_argument("--warm", action="store_true", help=help_)
     help_ = "of --compare: draw the timelines between these two times only (the whole run)"
     made.add_argument("--window", type=float, nargs=2, metavar=("FROM", "TO"), help=help_ + "; s")
     options = made.parse_args(argv)
     if options.window is not None and not 0 <= options.window[0] < options.window[1] < MOST_S:
         made.error(f"--window {options.window[0]:g} {options.window[1]:g}: two times since the run began, in order")
-    if bool(options.logs) == bool(options.costs):
-        made.error("name the logs to fit, or a scenario with --costs")
+    if bool(options.logs) == (options.costs is not None):
+        made.error("name either the logs to fit, or a scenario with --costs")
+    of_compare = [name for name in ("runs", "warm", "window") if getattr(options, name) not in (None, False)]
     if options.typical:
-        if options.costs is not None or options.output is not None or options.compare is not None:
+        if options.costs is not None or options.output is not None or options.compare is not None or of_compare:
             made.error("--typical prints what logs show, and takes no other option")
         return guarded(lambda: _print_typical(options.logs))
     if options.output is None and options.compare is None:
         made.error("say where the fit goes (-o FILE.yaml) or what to set beside it (--compare LOG)")
     if options.output is not None and options.costs is not None:
         made.error("--costs names what is fitted already, so there is nothing to write")
+    if options.compare is None and of_compare:
+        made.error(f"--{of_compare[0]} says how to compare; say what with (--compare LOG)")
     return guarded(lambda: _calibrate(options))
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    if options.output is not None:
+        _check_output(Path(options.output), [*options.logs, *([options.compare] if options.compare else [])])
     if options.costs is not None:
         fitted = load_scenario(Path(options.costs))
     else:
@@ -74,11 +79,18 @@ def _calibrate(options: argparse.Namespace) -> int:
             print(f"note: {remark}")
         if options.output is not None:
             _write(options.output, fitted, remarks)
-    if options.compare is not None and options.warm:
-        fitted = warm(fitted)
     if options.compare is None:
         return OK
-    return _compare(fitted, options.compare, options.runs, options.window and Window(*options.window))
+    if options.warm:
+        fitted = warm(fitted)
+    return _compare(fitted, options.compare, options.runs or RUNS, options.window and Window(*options.window))
+
+
+def _check_output(path: Path, logs: Sequence[str]) -> None:
+    """Raises ConfigError, before anything is read, if the fit cannot be written, or would be written over a log."""
+    check_writable(path, "-o")
+    if any(path.resolve() == Path(log).resolve() for log in logs):
+        raise ConfigError("-o", f"{path} is a log", "name another file")
 
 
 # --- fitting ----------------------------------------------------------------------------------------------

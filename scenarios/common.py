@@ -7,6 +7,7 @@
 """
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -58,6 +59,11 @@ def guarded(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         drop(sys.stdout)
         return FAILED
+    except OSError as failed:
+        if failed.filename is not None or failed.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        drop(sys.stdout)
+        return complain(ConfigError("standard output", f"could not be written: {failed.strerror}"), FAILED)
 
 
 def complain(error: Exception, code: int) -> int:
@@ -83,7 +89,7 @@ def run(options: argparse.Namespace, name_or_file: str) -> int:
             break
     written = _write(runs, options, topology_line(scenario))
     show.result(runs)
-    return _code(runs, options) or written
+    return _code(runs, options) or written or (FAILED if any(one.log_lost for one in runs) else OK)
 
 
 def _code(runs: Sequence[Run], options: argparse.Namespace) -> int:
@@ -106,10 +112,10 @@ def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show", setti
     backend = core_run.prepare(scenario, options.backend, **settings)
     scenario = core_run.scenario_of(backend, scenario)
     show.notes(getattr(backend, "remarks", ()))
-    board = Board(scenario)
+    board, lost = Board(scenario), list[Path]()
     with ExitStack() as stack:
         stack.callback(core_run.abandon, backend)
-        listeners: list[Listener] = [*_logs(scenario, options, stack), *show.listeners(board, stack)]
+        listeners: list[Listener] = [*_logs(scenario, options, stack, lost), *show.listeners(board, stack)]
         try:
             summary = execute(scenario, backend, listeners, board)
         except KeyboardInterrupt:
@@ -117,7 +123,7 @@ def run_one(scenario: Scenario, options: argparse.Namespace, show: "Show", setti
         except InvariantBroken as broken:
             raise InvariantBroken(f"{broken} ({_where_log_is(scenario, options)})") from broken
     summary["details"] = board.details()
-    return Run(scenario, summary, board, by_table=options.demand == ALL)
+    return Run(scenario, summary, board, by_table=options.demand == ALL, log_lost=bool(lost))
 
 
 def execute(scenario: Scenario, backend: Backend, listeners: Sequence[Listener], board: Board) -> Summary:
@@ -130,12 +136,13 @@ def execute(scenario: Scenario, backend: Backend, listeners: Sequence[Listener],
         raise
 
 
-def _logs(scenario: Scenario, options: argparse.Namespace, stack: ExitStack) -> list[Listener]:
-    """The writers of the event log that were asked for; closed when the run is over."""
+def _logs(scenario: Scenario, options: argparse.Namespace, stack: ExitStack, lost: list[Path]) -> list[Listener]:
+    """The writers of the event log that were asked for; closed when the run is over. `lost`: logs that could not be
+    written to their end."""
     found: list[Listener] = []
     if (log := output(options, "trace", scenario.demand)) is not None:
         writer = TraceWriter(log, header_of(scenario, options.backend))
-        stack.callback(_check_log, writer, log)
+        stack.callback(_check_log, writer, log, lost)
         found.append(stack.enter_context(writer))
     if (picture := output(options, "perfetto", scenario.demand)) is not None:
         found.append(own(scenario, stack.enter_context(PerfettoWriter(picture, scenario))))
@@ -153,9 +160,10 @@ def own(scenario: Scenario, listener: Listener) -> Listener:
     return hear
 
 
-def _check_log(writer: TraceWriter, path: Path) -> None:
+def _check_log(writer: TraceWriter, path: Path, lost: list[Path]) -> None:
     """A log that could not be written to its end is said, but does not end the run."""
     if writer.error:
+        lost.append(path)
         complain(ConfigError(f"--trace {path}", f"the log is not complete: {writer.error.strerror}"), FAILED)
 
 

@@ -27,7 +27,7 @@ from scenarios import catalogue
 from scenarios.common import guarded
 from scenarios.options import ALL
 from scenarios.outcome import FAILED, INTERRUPTED, OK
-from scenarios.parsing import Parser, whole
+from scenarios.parsing import Parser, check_folder, whole
 
 NONE = "none"
 SEEDS = 200
@@ -36,7 +36,7 @@ OUT = "out/explore"
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    return guarded(lambda: _replay(options.replay) if options.replay else _explore(options))
+    return guarded(lambda: _explore(options) if options.replay is None else _replay(options.replay))
 
 
 def _parser() -> Parser:
@@ -60,7 +60,7 @@ def _parser() -> Parser:
 def _strategy(text: str) -> str:
     known = (*Strategy, ALL)
     if text not in known:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}; {nearest(text, known)}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no strategy; {nearest(text, known)}")
     return text
 
 
@@ -79,6 +79,7 @@ def _classes(text: str) -> tuple[str, ...]:
 
 def _explore(options: argparse.Namespace) -> int:
     plan = _plan(options)
+    check_folder(Path(options.out), "--out")
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     explorer = Explorer(options, len(seeds))
     try:
@@ -209,6 +210,8 @@ def _replay(file: str) -> int:
     if (found and found.signature) != (artefact.expect and artefact.expect.signature):
         wanted = artefact.expect.signature if artefact.expect else "nothing"
         print(f"recorded was: {wanted}")
+    elif not artefact.digest:
+        print("no log was recorded with it")
     elif replay.digest == artefact.digest:
         print("the log is the recorded one, bit for bit")
     else:

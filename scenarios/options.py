@@ -5,7 +5,6 @@
 """
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from core.scenario_file import MOST_SEED, named_costs
 from core.topology import DISJOINT_NAMES, OVERLAP_NAMES, check_world, topology_from, with_topology
 from scenarios.backend_options import add_backend_options, with_workload
 from scenarios.outcome import TABLE
-from scenarios.parsing import Parser, whole
+from scenarios.parsing import Parser, check_writable, whole
 
 ALL = "all"
 STDOUT = "-"
@@ -49,7 +48,7 @@ def parser(prog: str, about: str, *, takes_file: bool = False) -> Parser:
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--json", metavar="FILE", help="the result as JSON; - for standard output, alone there")
     group.add_argument("--trace", metavar="FILE", help="the event log, JSON lines (--demand all: one a policy)")
-    group.add_argument("--perfetto", metavar="FILE", help="the log as a trace for ui.perfetto.dev")
+    group.add_argument("--perfetto", metavar="FILE", help="the log for ui.perfetto.dev (--demand all: one a policy)")
     group.add_argument("--report", metavar="FILE.html", help="timeline and figures as one HTML page")
 
 
@@ -76,8 +75,7 @@ def _cost_set(text: str) -> str:
 def _demand(text: str) -> str:
     known = (*TABLE, ALL)
     if text not in known:
-        remedy = nearest(text, known)
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}; {remedy}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no demand policy; {nearest(text, known)}")
     return text
 
 
@@ -127,20 +125,8 @@ def check_outputs(options: argparse.Namespace, inputs: Sequence[Path]) -> None:
         where = f"--{name}"
         if given == STDOUT or not given:
             raise ConfigError(where, "needs a file name", "only --json writes to standard output")
-        _check_writable(Path(given), where)
+        check_writable(Path(given), where)
         place = Path(given).resolve()
         if place in taken and not place.is_char_device():
             raise ConfigError(where, f"{given} is {taken[place]} too", "name another file")
         taken[place] = where
-
-
-def _check_writable(path: Path, where: str) -> None:
-    try:
-        if path.is_dir():
-            raise ConfigError(where, f"{path} is a directory", "name a file")
-        if not path.parent.is_dir():
-            raise ConfigError(where, f"there is no directory {path.parent}", "make it first")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(where, f"{path} may not be written")
-    except (OSError, ValueError) as bad:
-        raise ConfigError(where, f"{str(path)[:80]!r} is no usable file name: {bad}") from None

@@ -1,10 +1,13 @@
 """How arguments are read, on every command line of ours."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
+from core.errors import ConfigError
 from scenarios.outcome import REFUSED
 
 
@@ -26,3 +29,28 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text[:40]!r}")
 
     return parse
+
+
+def check_writable(path: Path, where: str) -> None:
+    """Raises ConfigError unless a file can be written there."""
+    try:
+        if path.is_dir():
+            raise ConfigError(where, f"{path} is a directory", "name a file")
+        if not path.parent.is_dir():
+            raise ConfigError(where, f"there is no directory {path.parent}", "make it first")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(where, f"{path} may not be written")
+    except (OSError, ValueError) as bad:
+        raise ConfigError(where, f"{str(path)[:80]!r} is no usable file name: {bad}") from None
+
+
+def check_folder(path: Path, where: str) -> None:
+    """Raises ConfigError unless files can be written into that folder, or it can be made."""
+    try:
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+        if not nearest.is_dir():
+            raise ConfigError(where, f"{nearest} is not a directory", "name one, or one that can be made")
+        if not os.access(nearest, os.W_OK):
+            raise ConfigError(where, f"{nearest} may not be written")
+    except (OSError, ValueError) as bad:
+        raise ConfigError(where, f"{str(path)[:80]!r} is no usable folder name: {bad}") from None

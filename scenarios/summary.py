@@ -30,6 +30,8 @@ class Run(NamedTuple):
     board: Board
     by_table: bool = False
     """Judged by `outcome.TABLE` (`--demand all`) instead of the scenario's `expect`."""
+    log_lost: bool = False
+    """The event log that was asked for could not be written to its end."""
 
     @property
     def problems(self) -> list[str]:

@@ -9,6 +9,7 @@ What is walked and what is left out: `core.verify.world`.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from core.verify.search import Graph, resume, save
 from core.verify.world import Mapping, Start, World, specs
 from scenarios import outcome
 from scenarios.common import guarded
-from scenarios.parsing import Parser
+from scenarios.parsing import Parser, check_writable
 
 CODES = {PROVED: outcome.OK, BROKEN: outcome.FAILED, UNFINISHED: outcome.FAILED, STUCK: outcome.STUCK}
 MOST = 10_000_000
@@ -32,11 +33,11 @@ def parser() -> Parser:
     made.add_argument("--gpus", type=int, default=2, metavar="G", help="GPUs (default 2)")
     made.add_argument("--pipelines", type=int, default=2, metavar="P", help="pipelines (default 2)")
     made.add_argument("--tp", type=_sizes, default=(1,), metavar="N,..", help="GPUs an engine, by pipeline")
-    made.add_argument("--mapping", type=Mapping, choices=list(Mapping), default=Mapping.INCIDENT,
+    made.add_argument("--mapping", choices=[*map(str, Mapping)], default=str(Mapping.INCIDENT),
                       help="train on one GPU each, or on all (full); partial: roll out on all but one")  # fmt: skip
-    made.add_argument("--start", type=Start, choices=list(Start), default=Start.FREE,
+    made.add_argument("--start", choices=[*map(str, Start)], default=str(Start.FREE),
                       help="incident: each initialises only after rollout was granted to the one before")  # fmt: skip
-    made.add_argument("--demand", type=DemandPolicy, choices=list(DemandPolicy), default=DemandPolicy.BATCH,
+    made.add_argument("--demand", choices=[*map(str, DemandPolicy)], default=str(DemandPolicy.BATCH),
                       help="what counts as rollout demand (default batch)")  # fmt: skip
     made.add_argument("--target", type=int, default=1, metavar="N", help="trajectories a batch (default 1)")
     made.add_argument("--staleness", type=int, default=0, metavar="K", help="versions a sample may be old (default 0)")
@@ -63,10 +64,16 @@ def _world(options: argparse.Namespace) -> World:
     for name, least, most in (("target", 1, 6), ("staleness", 0, 3), ("faults", 0, 9), ("max_states", 1, 2**32 - 1)):
         if not least <= getattr(options, name) <= most:
             raise ConfigError(f"--{name.replace('_', '-')}", f"must be from {least} to {most}")
+    if not 0 < options.save_every < math.inf:
+        raise ConfigError("--save-every", f"must be a time above 0 s, not {options.save_every:g}")
+    if len(options.tp) > options.pipelines:
+        raise ConfigError("--tp", f"{len(options.tp)} sizes for {options.pipelines} pipelines", "at most one for each")
+    if options.resume is not None:
+        check_writable(options.resume, "--resume")
     world = World(
-        gpus=options.gpus, pipelines=options.pipelines, tp=options.tp, mapping=options.mapping, demand=options.demand,
-        start=options.start, faults=options.faults, target=options.target, staleness=options.staleness,
-        coarse=options.coarse, symmetry=not options.no_symmetry,
+        gpus=options.gpus, pipelines=options.pipelines, tp=options.tp, mapping=Mapping(options.mapping),
+        demand=DemandPolicy(options.demand), start=Start(options.start), faults=options.faults, target=options.target,
+        staleness=options.staleness, coarse=options.coarse, symmetry=not options.no_symmetry,
     )  # fmt: skip
     specs(world)
     return world

@@ -354,10 +354,16 @@ def test_a_prediction_for_a_warm_machine_compiles_nothing() -> None:
     [
         (["{folder}/none.jsonl", "-o", "{folder}/x.yaml"], "none.jsonl: cannot be read"),
         (["{one}", "{disjoint}", "-o", "{folder}/x.yaml"], "fit logs of the same pipelines together"),
-        (["{one}", "-o", "{folder}/no/x.yaml"], "cannot be written"),
+        (["{one}", "-o", "{folder}/no/x.yaml"], "there is no directory"),
+        (["{one}", "-o", "{folder}"], "is a directory"),
+        (["{one}", "{two}", "-o", "{folder}/../{name}/two.jsonl"], "two.jsonl is a log"),
+        (["{one}", "--compare", "{two}", "-o", "{two}"], "two.jsonl is a log"),
+        (["{one}", "--costs", "x.yaml", "-o", "{folder}/x.yaml"], "name either the logs"),
+        (["{one}", "--warm", "-o", "{folder}/x.yaml"], "--warm says how to compare"),
+        (["{one}", "--typical", "--runs", "3"], "takes no other option"),
         (["{one}", "--compare", "{disjoint}"], "nothing is known of a"),
         (["{one}"], "say where the fit goes"),
-        ([], "name the logs to fit"),
+        ([], "name either the logs to fit"),
         (["--costs", "{one}", "-o", "{folder}/x.yaml"], "nothing to write"),
         (["{one}", "--compare", "{one}", "--window", "3", "2"], "--window 3 2: two times"),
         (["{one}", "--compare", "{one}", "--window", "nan", "2"], "--window nan 2: two times"),
@@ -374,6 +380,8 @@ def test_bad_input_is_one_line_and_exit_2(
     )
     places = {
         "folder": str(tmp_path),
+        "name": tmp_path.name,
+        "two": traced(tmp_path, "two.jsonl", one),
         "one": traced(tmp_path, "one.jsonl", one),
         "disjoint": traced(tmp_path, "disjoint.jsonl", replace(one, jobs=jobs)),
     }
@@ -382,8 +390,10 @@ def test_bad_input_is_one_line_and_exit_2(
     except SystemExit as refused:
         code = refused.code
     assert code == 2
-    told = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    told = printed.err.splitlines()
     assert len(told) == 1 and said in told[0]
+    assert read_log(places["two"])[0] == header_of(one, "sim") and not (printed.out and "-o" in arguments[-2])
 
 
 def test_two_logs_are_fitted_together() -> None:

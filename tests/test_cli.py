@@ -589,7 +589,10 @@ def test_plan_reads_standard_input(capsys, monkeypatch):
     assert "expand" in json.loads(capsys.readouterr().out)
 
 
-NO_SNAPSHOTS = ["", "{", "[]", "{}", '{"gpus": NaN}', '{"gpus": 1, "gpus": 2}', '{"gpu": 1}', "[" * 100_000, "\udcff"]
+NO_SNAPSHOTS = [
+    "", "{", "[]", "{}", '{"gpus": NaN}', '{"gpus": 1, "gpus": 2}', '{"gpu": 1}', '{"gpus": 99999999999999999999}',
+    "[" * 100_000, "\udcff",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", NO_SNAPSHOTS, ids=lambda text: ascii(text[:20]))
@@ -670,6 +673,25 @@ def test_the_figures_of_each_gpu_sum_to_the_makespan(three):
 def test_the_starved_pipeline_is_named_and_its_signal_blamed(three):
     (starved,) = (result for result in json.loads(three.stdout) if result["demand"] == "signal")
     assert "p1" in starved["diagnosis"] and "signal" in starved["diagnosis"]
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+
+
+@FULL
+def test_a_log_that_is_not_complete_is_no_success(capsys):
+    assert scenario_run.main(["overlap_2gpu", "--steps", "1", "--quiet", "--trace", "/dev/full"]) == 1
+    assert "the log is not complete" in capsys.readouterr().err
+
+
+@FULL
+def test_a_full_standard_output_is_one_line_and_exit_1():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "scenarios.list"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output: could not be written: No space left on device\n"
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback():

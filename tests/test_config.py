@@ -318,6 +318,9 @@ def test_a_bad_csv_names_its_file_and_line(tmp_path: Path, content: str, said: s
         ("steps: 3", "steps: 3\n    start_at: 1e3",
          "x.yaml: pipelines[0].start_at: must be a number of seconds, not the text '1e3'; "
          "write it as 1000.0, without quotes"),
+        ("steps: 3", "steps: 3\n    start_at: 1e-5",
+         "x.yaml: pipelines[0].start_at: must be a number of seconds, not the text '1e-5'; "
+         "write it as 1.0e-05, without quotes"),
         ("steps: 3", "steps: 3\n    memory: {train_gib: -4}",
          "x.yaml: pipelines[0].memory.train_gib: must be a number of GiB, and -4 is negative"),
         ("steps: 3", "steps: 3\n    memory: {residue_gib: 50}",

@@ -324,7 +324,7 @@ def test_a_failure_is_one_line_with_its_seed_and_a_file_and_exit_1(
 @pytest.mark.parametrize(
     "arguments",
     [["--seeds", "0"], ["--strategy", "wlak"], ["--faults", "kill_engine,kill_engin"], ["--replay", "missing.json"],
-     ["no_such_scenario"], ["--jobs", "-1"]],
+     ["no_such_scenario"], ["--jobs", "-1"], ["--replay", ""], ["--out", __file__], ["--out", f"{__file__}/out"]],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:

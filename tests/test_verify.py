@@ -345,14 +345,21 @@ def test_a_search_of_another_world_is_not_taken_up(tmp_path) -> None:
         resume(World(), file)
 
 
-@pytest.mark.parametrize("wrong", [["--gpus", "0"], ["--tp", "3"], ["--tp", "x"], ["--faults", "-1"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--gpus", "0"], ["--tp", "3"], ["--tp", "x"], ["--tp", "1,2,1"], ["--faults", "-1"], ["--mapping", "x"],
+        ["--resume", "no/such/x"], ["--resume", "."], ["--resume", "x", "--save-every", "0"],
+    ],
+)  # fmt: skip
 def test_a_world_that_cannot_be_is_refused_in_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = verify.main(wrong)
     except SystemExit as refused:
         code = refused.code
     assert code == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and not printed.out
 
 
 # --- what it found ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from scenarios.parsing import whole
 from tests.mutants.detectors import DETECTORS, SEEDS, detect
 from tests.mutants.results import BASELINE, Results, cell, holes, table
 from tests.mutants.table import MUTANTS
@@ -29,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadMutant as bad:
         print(f"error: {bad}", file=sys.stderr)
         return 2
+    for file in (options.json, options.table):
+        if file is not None and (file.is_dir() or file.parent.is_file()):
+            print(f"error: {file} is no file that can be written", file=sys.stderr)
+            return 2
     with copied(None) as pristine:  # what is edited in the meantime is not judged
         results = Results(options.json, digest(pristine))
         baseline: list[Mutant | None] = [] if options.names else [None]
@@ -53,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--by", type=_detectors, default=DETECTORS, metavar="LIST", help=", ".join(DETECTORS))
     made.add_argument("--json", type=Path, metavar="FILE", help="results as they come; what is there is kept")
     made.add_argument("--table", type=Path, metavar="FILE", help="the page docs/mutants.md")
-    made.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"of the explorer ({SEEDS})")
+    of_seeds = f"of the explorer ({SEEDS})"
+    made.add_argument("--seeds", type=whole(1, 1_000_000), default=SEEDS, metavar="N", help=of_seeds)
     made.add_argument("--time", type=float, metavar="S", help="begin no other mutant after so many seconds")
     return made
 
