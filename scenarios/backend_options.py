@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ import msgspec
 
 from core.config import Scenario
 from core.errors import ConfigError
-from core.reading import nearest
 from core.workload import DEVICES, MOST_TOKENS, NUMBERS, TASKS, changed, read_bounded, read_function
-from scenarios.parsing import whole
+from scenarios.parsing import one_of, whole
 
 MACHINE = (
     "device", "devices", "address", "output", "transport", "verify_weights", "checkpoint_every", "resume",
@@ -48,7 +47,7 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--device", type=_one_of(DEVICES), metavar="|".join(DEVICES), help="default: cuda if this machine has a GPU"
+        "--device", type=one_of(DEVICES), metavar="|".join(DEVICES), help="default: cuda if this machine has a GPU"
     )
     group.add_argument(
         "--devices",
@@ -61,7 +60,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--output", metavar="DIR", help="folder of the run (default: out/SCENARIO-TIME-PID)")
     group.add_argument(
-        "--transport", type=_one_of(TRANSPORTS), metavar="|".join(TRANSPORTS), help="how weights get to engines (cache)"
+        "--transport", type=one_of(TRANSPORTS), metavar="|".join(TRANSPORTS), help="how weights get to engines (cache)"
     )
     group.add_argument(
         "--verify-weights", action="store_true", default=None, help="compare every tensor of every engine after a sync"
@@ -76,7 +75,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 def _add_workload(group: argparse._ArgumentGroup) -> None:
     help_ = "tiny, smollm2, a local folder, or an id on Hugging Face's hub"
     group.add_argument("--model", type=_name, metavar="NAME", help=help_)
-    group.add_argument("--task", type=_one_of(TASKS), metavar="|".join(TASKS), help="a built-in task")
+    group.add_argument("--task", type=one_of(TASKS), metavar="|".join(TASKS), help="a built-in task")
     group.add_argument("--prompts", metavar="FILE", help="instead: JSON lines with prompt, answer and what else")
     group.add_argument("--reward", type=_function, metavar="MODULE:FUNCTION", help="how good a completion is")
     group.add_argument("--max-tokens", type=whole(1, MOST_TOKENS), metavar="N", help="longest completion")
@@ -87,15 +86,6 @@ def _name(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
-
-
-def _one_of(known: Sequence[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not known; {nearest(text, known)}")
-        return text
-
-    return parse
 
 
 def _cards(text: str) -> tuple[int | str, ...]:

@@ -27,9 +27,10 @@ from scenarios import catalogue
 from scenarios.common import guarded
 from scenarios.options import ALL
 from scenarios.outcome import FAILED, INTERRUPTED, OK
-from scenarios.parsing import Parser, check_folder, whole
+from scenarios.parsing import Parser, check_folder, one_of, whole
 
 NONE = "none"
+STRATEGIES = (*map(str, Strategy), ALL)
 SEEDS = 200
 OUT = "out/explore"
 
@@ -45,7 +46,7 @@ def _parser() -> Parser:
     made.add_argument("--seeds", type=whole(1, MOST_WHOLE), default=SEEDS, metavar="N", help=f"how many ({SEEDS})")
     made.add_argument("--first-seed", type=whole(0, MOST_WHOLE), default=0, metavar="K", help="where to begin (0)")
     made.add_argument(
-        "--strategy", default=ALL, metavar="|".join((*Strategy, ALL)), type=_strategy, help="how the order is chosen"
+        "--strategy", default=ALL, metavar="|".join(STRATEGIES), type=one_of(STRATEGIES), help="how the order is chosen"
     )
     made.add_argument("--faults", default=ALL, type=_classes, metavar="all|none|LIST", help=", ".join(CLASSES))
     made.add_argument("--jobs", type=whole(1, 1024), default=os.cpu_count() or 1, metavar="J", help="processes")
@@ -55,13 +56,6 @@ def _parser() -> Parser:
     made.add_argument("--no-shrink", action="store_true", help="save failures as they are")
     made.add_argument("--quiet", action="store_true", help="only failures and the summary")
     return made
-
-
-def _strategy(text: str) -> str:
-    known = (*Strategy, ALL)
-    if text not in known:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no strategy; {nearest(text, known)}")
-    return text
 
 
 def _classes(text: str) -> tuple[str, ...]:

@@ -14,12 +14,12 @@ from core.config import Scenario
 from core.defaults import COST_SETS
 from core.errors import ConfigError
 from core.model import DemandPolicy
-from core.reading import MOST_WHOLE, nearest
+from core.reading import MOST_WHOLE
 from core.scenario_file import MOST_SEED, named_costs
 from core.topology import DISJOINT_NAMES, OVERLAP_NAMES, check_world, topology_from, with_topology
 from scenarios.backend_options import add_backend_options, with_workload
 from scenarios.outcome import TABLE
-from scenarios.parsing import Parser, check_writable, whole
+from scenarios.parsing import Parser, check_writable, one_of, whole
 
 ALL = "all"
 STDOUT = "-"
@@ -33,7 +33,9 @@ def parser(prog: str, about: str, *, takes_file: bool = False) -> Parser:
         made.add_argument("scenario", metavar="FILE", nargs="?", help="a scenario file, or the name of a shipped one")
         made.add_argument("--list", action="store_true", help="list the shipped scenarios and stop")
     made.add_argument("--backend", default="sim", metavar="NAME", help="sim (default), or another installed backend")
-    made.add_argument("--demand", type=_demand, metavar="|".join((*TABLE, ALL)), help="what counts as rollout demand")
+    policies = (*TABLE, ALL)
+    help_ = "what counts as rollout demand"
+    made.add_argument("--demand", type=one_of(policies), metavar="|".join(policies), help=help_)
     made.add_argument("--steps", type=whole(1, MOST_WHOLE), metavar="N", help="training steps of every pipeline")
     made.add_argument("--seed", type=whole(0, MOST_SEED), metavar="N", help="seed of every random draw")
     help_ = "simulator: what everything takes, for every pipeline, instead of what the scenario says"
@@ -69,13 +71,6 @@ def _cost_set(text: str) -> str:
     if text not in COST_SETS:
         problem = f"{text[:40]!r} is not one of {', '.join(COST_SETS)}"
         raise argparse.ArgumentTypeError(f"{problem}; a scenario file can have costs of its own")
-    return text
-
-
-def _demand(text: str) -> str:
-    known = (*TABLE, ALL)
-    if text not in known:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no demand policy; {nearest(text, known)}")
     return text
 
 

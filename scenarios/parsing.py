@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"error: {' '.join(message.split())} (see --help)", file=sys.stderr)
         raise SystemExit(REFUSED)
+
+
+def one_of(known: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text in known:
+            return text
+        close = get_close_matches(text[:100], known, n=1, cutoff=0.5)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not one of {', '.join(known)}{meant}")
+
+    return parse
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

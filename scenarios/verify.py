@@ -64,8 +64,8 @@ def _world(options: argparse.Namespace) -> World:
     for name, least, most in (("target", 1, 6), ("staleness", 0, 3), ("faults", 0, 9), ("max_states", 1, 2**32 - 1)):
         if not least <= getattr(options, name) <= most:
             raise ConfigError(f"--{name.replace('_', '-')}", f"must be from {least} to {most}")
-    if not 0 < options.save_every < math.inf:
-        raise ConfigError("--save-every", f"must be a time above 0 s, not {options.save_every:g}")
+    if not 0 <= options.save_every < math.inf:
+        raise ConfigError("--save-every", f"must be 0 or a time in seconds, not {options.save_every:g}")
     if len(options.tp) > options.pipelines:
         raise ConfigError("--tp", f"{len(options.tp)} sizes for {options.pipelines} pipelines", "at most one for each")
     if options.resume is not None:

@@ -349,7 +349,7 @@ def test_a_search_of_another_world_is_not_taken_up(tmp_path) -> None:
     "wrong",
     [
         ["--gpus", "0"], ["--tp", "3"], ["--tp", "x"], ["--tp", "1,2,1"], ["--faults", "-1"], ["--mapping", "x"],
-        ["--resume", "no/such/x"], ["--resume", "."], ["--resume", "x", "--save-every", "0"],
+        ["--resume", "no/such/x"], ["--resume", "."], ["--resume", "x", "--save-every", "-1"],
     ],
 )  # fmt: skip
 def test_a_world_that_cannot_be_is_refused_in_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
