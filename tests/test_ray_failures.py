@@ -5,6 +5,7 @@ the failures that do not. Beside it another run asks for a cluster where somethi
 """
 
 import re
+import secrets
 import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -53,7 +54,12 @@ class Failures:
         )  # fmt: skip
         self.run = self._start("failures", file, "--trace", str(self.log))
         with socket.create_server(("127.0.0.1", 0)) as somebody_else:
-            self.lost = self._start("lost", file, "--address", f"127.0.0.1:{somebody_else.getsockname()[1]}")
+            elsewhere = f"127.0.0.1:{somebody_else.getsockname()[1]}"
+            place.environment |= {"HOME": str(place.folder)}  # where there is no ~/.ray
+            self.unknown = self._start("unknown", file, "--address", elsewhere)
+            self.unknown.wait()
+            place.environment |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            self.lost = self._start("lost", file, "--address", elsewhere)
             self.lost.wait()
         self.code = self.run.wait()
         self.left = marked(place.mark)
@@ -122,6 +128,12 @@ def test_a_reward_that_always_fails_ends_its_pipeline_after_the_attempts_that_a_
         "the reward tests.ray_rewards:always raised KeyError: 'answer_key'"
     )
     assert failures.pipelines["broken"]["steps_done"] == 0
+
+
+def test_a_cluster_is_not_joined_without_a_token_and_the_line_says_so(failures: Failures) -> None:
+    assert failures.unknown.process.returncode == 2
+    said = failures.unknown.said()
+    assert "is joined with its token, and there is none here" in said and said.count("\n") == 1, said
 
 
 def test_a_port_on_which_something_else_listens_is_refused_in_one_line(failures: Failures) -> None:

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError, OperationFailed
@@ -89,6 +90,7 @@ def _join(address: str) -> None:
         os.environ.setdefault(name, value)
     if address != "auto":
         _look_for(address)
+    _need_token(address)
     import ray
 
     try:
@@ -106,6 +108,18 @@ def _join(address: str) -> None:
             "--address", f"the Ray cluster at {address} does not take our token",
             "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that cluster's (ray get-auth-token shows it there)",
         ) from error  # fmt: skip
+
+
+def _need_token(address: str) -> None:
+    """Raises ConfigError if a token is needed and there is none: Ray says then that a wrong one was shown."""
+    if os.environ["RAY_AUTH_MODE"].lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if not file.is_file():
+        raise ConfigError(
+            "--address", f"the Ray cluster at {address} is joined with its token, and there is none here (no {file})",
+            "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to that cluster's (ray get-auth-token shows it there)",
+        )  # fmt: skip
 
 
 def _look_for(address: str) -> None:
