@@ -291,6 +291,14 @@ class Holdings:
                 lease.claimed = True
                 self._claim(lease, lease.gpus)
 
+    def _leave_quarantine(self, action: actions.StopPipeline) -> None:
+        """None of its workers lives: what they held is on its way back, also out of quarantine."""
+        pipeline = self.pipelines.get(action.pipeline)
+        for gpu in (self.gpus[id] for id in pipeline.spec.union) if pipeline else ():
+            if gpu.quarantined and gpu.tenant is not None and gpu.tenant.pipeline is pipeline:
+                gpu.quarantined = False
+                self._watcher.gpu_changed(gpu)
+
     def _fail(self, action: actions.FailPipeline) -> None:
         self.pending[action.action] = action
         if (pipeline := self.pipelines.get(action.pipeline)) is not None:
@@ -331,6 +339,7 @@ class Holdings:
                 self._memory_seen(action, event.free, enough=True)
             case actions.StopPipeline():
                 self._stopped(action)
+                self._leave_quarantine(action)
             case None:
                 self.overdue.pop(event.action, None)
 

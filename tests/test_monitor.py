@@ -808,6 +808,25 @@ def test_l4_a_gpu_may_wait_for_a_wider_engine_whose_other_gpus_are_being_freed(c
     assert broken(story.pause(1)) == (["L4"] if confirmed else [])
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_l4_a_gpu_may_be_kept_for_a_request_whose_other_gpu_comes_back_from_a_stopped_pipeline(stopped: bool):
+    """p2's engine died on GPU 1, which is in quarantine until all of p2's workers are stopped."""
+    story = Story(make_spec("p1", train=(0, 1)), make_spec("p2", train=(1,), infer=(1,)))
+    story.initialise("p1").initialise("p2", batch=9).serve(0, "p2")
+    story.say(events.EngineDied(pipeline="p2", dp_rank=0, reason="gone"))
+    story.note("quarantine", "p2", gpus=(1,))
+    story.order(actions.StopPipeline, pipeline="p2", reason="gone")
+    if stopped:
+        story.done(story.last_action)
+    else:
+        story.say(events.ActionFailed(action=story.last_action, reason="nobody answers"))
+    story.order(actions.AwaitMemory, gpus=(1,), need=(0,))
+    story.request("p1")
+    story.open(9, "p1")
+    story.pause(1)
+    assert broken(story) == ([] if stopped else ["L4"])
+
+
 def test_l4_is_asked_of_the_last_instant_too():
     monitor = judge(Story())
     assert monitor.violations == []
