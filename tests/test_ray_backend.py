@@ -271,8 +271,13 @@ class Story:
         self.hung = self.place.worker("s/engine-1", self.cluster.second)
         os.kill(self.hung, signal.SIGSTOP)
         self.step_and_hold()
-        self.until(lambda: self.opened(1) > before, "the engine that hung")
-        self.replaced = self.place.worker("s/engine-1", self.cluster.second)
+        self.until(lambda: self.opened(1) > before and self._another() > 0, "the engine that hung")
+        self.replaced = self._another()
+
+    def _another(self) -> int:
+        """The process that is there instead of the one that hung. (Its gate may have been about to open at first.)"""
+        pid = self.place.worker("s/engine-1", self.cluster.second)
+        return 0 if pid == self.hung else pid
 
     def lose_node(self) -> None:
         self.cluster.lose_second()
@@ -446,7 +451,7 @@ def test_a_fault_that_real_workers_cannot_have_is_refused(tmp_path: Path, capsys
     ("raised", "words"),
     [
         ("RuntimeError('Version mismatch: The cluster was started with: Ray: 2.9.3')", "Ray: 2.9.3"),
-        ("ray.exceptions.AuthenticationError('no')", "RAY_AUTH_TOKEN"),
+        ("ray.exceptions.AuthenticationError('no')", "does not take our token; set RAY_AUTH_TOKEN"),
         ("ConnectionError('no GCS')", "there is no Ray cluster at 127.0.0.1:"),
     ],
 )
@@ -459,7 +464,7 @@ def test_a_cluster_that_cannot_be_joined_is_refused_in_one_line(
         raise eval(raised, {"ray": ray})
 
     monkeypatch.setattr(ray, "init", refuse)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", os.environ | {"RAY_AUTH_TOKEN": "0" * 64})
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         address = f"127.0.0.1:{somebody.getsockname()[1]}"
         with pytest.raises(ConfigError) as found:
