@@ -12,7 +12,7 @@ each phase takes, what each GPU held when, and how little of the time was the sc
 
 import csv
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from core import actions, events
 from core.errors import ConfigError
 from core.trace import Entry, read_log, replay
 from scenarios.common import guarded
-from scenarios.parsing import Parser, check_writable
+from scenarios.parsing import Parser, check_writable, same_file
 
 MS = 1e6
 S = 1e9
@@ -235,17 +235,19 @@ def _show_overhead(path: str, log: Recording) -> None:
     print(f"reading and deciding all of it again took {spent:.2f} s, {share}")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.record", description=" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("log", metavar="LOG", help="a file that --trace wrote, on any backend")
     parser.add_argument("--memory", metavar="FILE.csv", help="also write what each GPU held when")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     return guarded(lambda: _show(options.log, options.memory))
 
 
 def _show(path: str, memory: str | None) -> int:
     if memory is not None:
         check_writable(Path(memory), "--memory")
+        if same_file(Path(memory), Path(path)):
+            raise ConfigError("--memory", f"{memory} is the log", "name another file")
     _, entries = read_log(path)
     log = Recording(entries)
     if not log.entries:

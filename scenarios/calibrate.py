@@ -27,7 +27,7 @@ from scenarios.calibration.world import LATENCIES, PHASES, SOMETIMES, calibrated
 from scenarios.calibration.write import to_yaml
 from scenarios.common import guarded
 from scenarios.outcome import FAILED, OK
-from scenarios.parsing import Parser, check_writable, whole
+from scenarios.parsing import Parser, check_writable, same_file, whole
 
 MOST_RUNS = 1_000
 MOST_S = 1e9
@@ -89,7 +89,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 def _check_output(path: Path, logs: Sequence[str]) -> None:
     """Raises ConfigError, before anything is read, if the fit cannot be written, or would be written over a log."""
     check_writable(path, "-o")
-    if any(path.resolve() == Path(log).resolve() for log in logs):
+    if any(same_file(path, Path(log)) for log in logs):
         raise ConfigError("-o", f"{path} is a log", "name another file")
 
 

@@ -19,7 +19,7 @@ from core.scenario_file import MOST_SEED, named_costs
 from core.topology import DISJOINT_NAMES, OVERLAP_NAMES, check_world, topology_from, with_topology
 from scenarios.backend_options import add_backend_options, with_workload
 from scenarios.outcome import TABLE
-from scenarios.parsing import Parser, check_writable, one_of, whole
+from scenarios.parsing import Parser, check_writable, one_of, same_file, whole
 
 ALL = "all"
 STDOUT = "-"
@@ -112,7 +112,7 @@ def output(options: argparse.Namespace, name: str, policy: str) -> Path | None:
 
 def check_outputs(options: argparse.Namespace, inputs: Sequence[Path]) -> None:
     """Raises ConfigError if a file to write cannot be written, is asked for twice, or is the input."""
-    taken = {path.resolve(): "the scenario" for path in inputs}
+    taken = [(path, "the scenario") for path in inputs]
     for name in OUTPUTS:
         given = getattr(options, name)
         if given is None or (given == STDOUT and name == "json"):
@@ -121,7 +121,8 @@ def check_outputs(options: argparse.Namespace, inputs: Sequence[Path]) -> None:
         if given == STDOUT or not given:
             raise ConfigError(where, "needs a file name", "only --json writes to standard output")
         check_writable(Path(given), where)
-        place = Path(given).resolve()
-        if place in taken and not place.is_char_device():
-            raise ConfigError(where, f"{given} is {taken[place]} too", "name another file")
-        taken[place] = where
+        place = Path(given)
+        other = next((what for path, what in taken if same_file(place, path)), None)
+        if other is not None and not place.is_char_device():
+            raise ConfigError(where, f"{given} is {other} too", "name another file")
+        taken.append((place, where))

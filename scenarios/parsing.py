@@ -56,6 +56,14 @@ def check_writable(path: Path, where: str) -> None:
         raise ConfigError(where, f"{str(path)[:80]!r} is no usable file name: {bad}") from None
 
 
+def same_file(one: Path, other: Path) -> bool:
+    """Whether writing one would change the other: a link of either kind counts."""
+    try:
+        return one.resolve() == other.resolve() or one.samefile(other)
+    except OSError:
+        return False  # one of them is not there
+
+
 def check_folder(path: Path, where: str) -> None:
     """Raises ConfigError unless files can be written into that folder, or it can be made."""
     try:

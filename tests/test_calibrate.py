@@ -358,6 +358,7 @@ def test_a_prediction_for_a_warm_machine_compiles_nothing() -> None:
         (["{one}", "-o", "{folder}"], "is a directory"),
         (["{one}", "{two}", "-o", "{folder}/../{name}/two.jsonl"], "two.jsonl is a log"),
         (["{one}", "--compare", "{two}", "-o", "{two}"], "two.jsonl is a log"),
+        (["{one}", "{two}", "-o", "{linked}"], "linked.jsonl is a log"),
         (["{one}", "--costs", "x.yaml", "-o", "{folder}/x.yaml"], "name either the logs"),
         (["{one}", "--warm", "-o", "{folder}/x.yaml"], "--warm says how to compare"),
         (["{one}", "--typical", "--runs", "3"], "takes no other option"),
@@ -385,6 +386,8 @@ def test_bad_input_is_one_line_and_exit_2(
         "one": traced(tmp_path, "one.jsonl", one),
         "disjoint": traced(tmp_path, "disjoint.jsonl", replace(one, jobs=jobs)),
     }
+    places["linked"] = str(tmp_path / "linked.jsonl")
+    Path(places["linked"]).hardlink_to(places["two"])
     try:
         code = calibrate.main([argument.format(**places) for argument in arguments])
     except SystemExit as refused:
