@@ -50,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = made.parse_args(argv)
     if options.window is not None and not 0 <= options.window[0] < options.window[1] < MOST_S:
         made.error(f"--window {options.window[0]:g} {options.window[1]:g}: two times since the run began, in order")
-    if bool(options.logs) == (options.costs is not None):
-        made.error("name either the logs to fit, or a scenario with --costs")
+    if options.logs and options.costs is not None:
+        made.error("name the logs to fit or a scenario with --costs, not both")
+    if not options.logs and options.costs is None:
+        made.error("name the logs to fit, or a scenario with --costs")
     of_compare = [name for name in ("runs", "warm", "window") if getattr(options, name) not in (None, False)]
     if options.typical:
         if options.costs is not None or options.output is not None or options.compare is not None or of_compare:
