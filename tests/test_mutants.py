@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.__main__ import main
 from tests.mutants.detectors import DETECTORS, DIED, Found, detect, examine
 from tests.mutants.results import Results, cell, holes, table
 from tests.mutants.table import MUTANTS
@@ -33,6 +34,19 @@ def test_there_are_enough_mutants_and_each_has_a_name_of_its_own_and_a_guarantee
 def test_a_mutant_that_does_not_fit_is_an_error_of_the_table(old: str, new: str, said: str) -> None:
     with pytest.raises(BadMutant, match=said):
         mutated(Mutant("wrong", "core/units.py", old, new, "nothing"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no-such"], ["--seeds", "-1"], ["--by", "nobody"], ["--json", "."], ["--table", f"{__file__}/x"]]
+)
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["reservation-off", *arguments])
+    except SystemExit as refused:
+        code = refused.code
+    printed = capsys.readouterr()
+    assert code == 2 and not printed.out
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
 
 
 def test_only_the_copy_is_changed_and_it_is_gone_afterwards() -> None:

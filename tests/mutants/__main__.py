@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scenarios.parsing import whole
+from scenarios.parsing import Parser, whole
 from tests.mutants.detectors import DETECTORS, SEEDS, detect
 from tests.mutants.results import BASELINE, Results, cell, holes, table
 from tests.mutants.table import MUTANTS
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if missed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tests.mutants", description="faults put in on purpose, and found")
+def _parser() -> Parser:
+    made = Parser(prog="python -m tests.mutants", description="faults put in on purpose, and found")
     made.add_argument("names", metavar="NAME", nargs="*", help="mutants; left out: all, after the unchanged packages")
     made.add_argument("--by", type=_detectors, default=DETECTORS, metavar="LIST", help=", ".join(DETECTORS))
     made.add_argument("--json", type=Path, metavar="FILE", help="results as they come; what is there is kept")
