@@ -216,12 +216,15 @@ def _show_memory(log: Recording, file: str | None) -> None:
 def _write_memory(looks: list[tuple[float, events.MemoryUsed]], file: str) -> None:
     """A row a look: whose bytes were seen, in columns; `nobody` is what belongs to no worker of ours."""
     owners = sorted({owner for _, item in looks for owner in item.by})
-    with open(file, "w", encoding="utf-8", newline="") as out:
-        rows = csv.writer(out, lineterminator="\n")
-        rows.writerow(["at_s", "gpu", "used_mib", *(owner or "nobody" for owner in owners)])
-        for at, item in looks:
-            held = (item.by.get(owner, 0) // MIB for owner in owners)
-            rows.writerow([f"{at:.3f}", item.gpu, item.used // MIB, *held])
+    try:
+        with open(file, "w", encoding="utf-8", newline="") as out:
+            rows = csv.writer(out, lineterminator="\n")
+            rows.writerow(["at_s", "gpu", "used_mib", *(owner or "nobody" for owner in owners)])
+            for at, item in looks:
+                held = (item.by.get(owner, 0) // MIB for owner in owners)
+                rows.writerow([f"{at:.3f}", item.gpu, item.used // MIB, *held])
+    except OSError as failed:
+        raise ConfigError(f"--memory {file}", f"cannot be written: {failed.strerror}") from None
 
 
 def _show_overhead(path: str, log: Recording) -> None:

@@ -27,10 +27,14 @@ MARKS = ("rollout_granted", "init_accepted", "quarantine", "residue_growth", "de
 
 
 class PerfettoWriter(Watcher):
-    """A listener that streams the trace to a file; `close` (or leaving the context) completes it."""
+    """A listener that streams the trace to a file; `close` (or leaving the context) completes it.
+
+    A full disk must not stop the run: writing then ends, and `error` says why.
+    """
 
     def __init__(self, path: str | Path, scenario: Scenario) -> None:
         """Raises ConfigError if the file cannot be created."""
+        self.error: OSError | None = None
         try:
             self._file = open(path, "w", encoding="utf-8", buffering=1 << 20)  # noqa: SIM115  closed by `close`
         except OSError as failed:
@@ -76,8 +80,11 @@ class PerfettoWriter(Watcher):
         self._timeline.finish(self._observed.now)
         for process, thread in tuple(self._began):
             self._complete(process, thread)
-        self._file.write("\n]}\n" if self._separator == ",\n" else '{"traceEvents":[]}\n')
-        self._file.close()
+        self._write("\n]}\n" if self._separator == ",\n" else '{"traceEvents":[]}\n')
+        try:
+            self._file.close()
+        except OSError as failed:
+            self.error = self.error or failed
 
     def __enter__(self) -> "PerfettoWriter":
         return self
@@ -137,11 +144,21 @@ class PerfettoWriter(Watcher):
         self._emit({"ph": "i", "s": "p", "name": name, "pid": process, "tid": 0, "ts": self._observed.now / 1000})
 
     def _emit(self, event: dict[str, Any]) -> None:
-        self._file.write(self._separator + json.dumps(event, separators=(",", ":")))
+        self._write(self._separator + json.dumps(event, separators=(",", ":")))
         self._separator = ",\n"
+
+    def _write(self, text: str) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._file.write(text)
+        except OSError as failed:
+            self.error = failed
 
 
 def export_perfetto(header: Header, entries: Iterable[Entry], path: str | Path) -> None:
     """Write a recorded log as a Perfetto trace."""
     with PerfettoWriter(path, header.config) as writer:
         feed(entries, writer)
+    if writer.error is not None:
+        raise writer.error

@@ -142,10 +142,12 @@ def _logs(scenario: Scenario, options: argparse.Namespace, stack: ExitStack, los
     found: list[Listener] = []
     if (log := output(options, "trace", scenario.demand)) is not None:
         writer = TraceWriter(log, header_of(scenario, options.backend))
-        stack.callback(_check_log, writer, log, lost)
+        stack.callback(_check_log, writer, "--trace", log, lost)
         found.append(stack.enter_context(writer))
     if (picture := output(options, "perfetto", scenario.demand)) is not None:
-        found.append(own(scenario, stack.enter_context(PerfettoWriter(picture, scenario))))
+        drawer = PerfettoWriter(picture, scenario)
+        stack.callback(_check_log, drawer, "--perfetto", picture, lost)
+        found.append(own(scenario, stack.enter_context(drawer)))
     return found
 
 
@@ -160,11 +162,11 @@ def own(scenario: Scenario, listener: Listener) -> Listener:
     return hear
 
 
-def _check_log(writer: TraceWriter, path: Path, lost: list[Path]) -> None:
+def _check_log(writer: TraceWriter | PerfettoWriter, option: str, path: Path, lost: list[Path]) -> None:
     """A log that could not be written to its end is said, but does not end the run."""
     if writer.error:
         lost.append(path)
-        complain(ConfigError(f"--trace {path}", f"the log is not complete: {writer.error.strerror}"), FAILED)
+        complain(ConfigError(f"{option} {path}", f"the log is not complete: {writer.error.strerror}"), FAILED)
 
 
 def _where_log_is(scenario: Scenario, options: argparse.Namespace) -> str:

@@ -726,9 +726,20 @@ FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device
 
 
 @FULL
-def test_a_log_that_is_not_complete_is_no_success(capsys):
-    assert scenario_run.main(["overlap_2gpu", "--steps", "1", "--quiet", "--trace", "/dev/full"]) == 1
-    assert "the log is not complete" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--trace", "--perfetto"])
+def test_a_log_that_is_not_complete_is_no_success(option, capsys):
+    assert scenario_run.main(["overlap_2gpu", "--steps", "1", "--quiet", option, "/dev/full"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"error: {option} /dev/full: the log is not complete: No space left on device\n"
+    assert printed.out.endswith("completed\n"), "the run is not lost"
+
+
+@FULL
+def test_memory_that_cannot_be_written_is_said_of_its_file(tmp_path, capsys):
+    log = str(tmp_path / "log.jsonl")
+    scenario_run.main(["overlap_2gpu", "--steps", "1", "--quiet", "--trace", log])
+    assert record.main([log, "--memory", "/dev/full"]) == 2
+    assert capsys.readouterr().err == "error: --memory /dev/full: cannot be written: No space left on device\n"
 
 
 @FULL
