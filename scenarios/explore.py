@@ -205,7 +205,7 @@ def _replay(file: str) -> int:
         wanted = artefact.expect.signature if artefact.expect else "nothing"
         print(f"recorded was: {wanted}")
     elif not artefact.digest:
-        print("no log was recorded with it")
+        print("that is as recorded; no log was recorded to compare with")
     elif replay.digest == artefact.digest:
         print("the log is the recorded one, bit for bit")
     else:

@@ -157,6 +157,7 @@ def test_every_option_is_among_those_refused() -> None:
         (("--address", "host:65536"), "neither"),
         (("--address", "ray://host:10001"), "neither"),
         (("--transport", "nvlink"), "is not one of auto, cache, ipc, broadcast, nccl"),
+        (("--model", ""), "must not be empty"),
         (("--task", "srot"), "did you mean 'sort'?"),
         (("--reward", "my_rewards"), "names no function; write module:function"),
         (("--max-tokens", "0"), "from 1 to"),

@@ -227,6 +227,13 @@ def test_a_planted_bug_is_found_shrunk_and_replayed_bit_for_bit(tmp_path: Path) 
     assert explore.main(["--replay", str(path)]) == 1
 
 
+def test_a_seed_without_a_log_is_not_called_stale(capsys: pytest.CaptureFixture[str]) -> None:
+    seed = Path(__file__).parent / "seeds/a-lie-that-was-refused.json"
+    assert explore.main(["--replay", str(seed)]) == 0
+    said = capsys.readouterr().out.splitlines()[-2:]
+    assert said == ["nothing was found", "that is as recorded; no log was recorded to compare with"]
+
+
 def test_the_planted_bug_was_the_only_thing_wrong_with_that_world() -> None:
     assert judge.judge(contended(), thorough=True).finding is None
 
