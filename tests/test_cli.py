@@ -141,6 +141,7 @@ STARVED = {"outcome": "starved", "diagnosis": "p1 waits for an engine\n  since 4
 
 REFUSED = [
     (["--demand", "batsh"], "did you mean 'batch'?"),
+    (["--demand", "nope"], "'nope' is not one of batch, floor, signal, all (see --help)"),
     (["--steps", "0"], "--steps"),
     (["--steps", "three"], "--steps"),
     (["--seed", "-1"], "--seed"),
