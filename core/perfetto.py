@@ -157,8 +157,8 @@ class PerfettoWriter(Watcher):
 
 
 def export_perfetto(header: Header, entries: Iterable[Entry], path: str | Path) -> None:
-    """Write a recorded log as a Perfetto trace."""
+    """Write a recorded log as a Perfetto trace. Raises ConfigError if it cannot be written to its end."""
     with PerfettoWriter(path, header.config) as writer:
         feed(entries, writer)
     if writer.error is not None:
-        raise writer.error
+        raise ConfigError(str(path), f"could not be written: {writer.error.strerror}") from writer.error

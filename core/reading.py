@@ -139,8 +139,13 @@ def shown(value: object) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """The remedy for a word nobody knows: the nearest known one, else all of them."""
     words = list(known)
-    close = get_close_matches(word[:100], words, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"
+    return meant(word, words) or f"known: {', '.join(words)}"
+
+
+def meant(word: str, known: Sequence[str]) -> str:
+    """The same where all of them are named already: nothing if none is near."""
+    close = get_close_matches(word[:100], known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def _wrong(where: str, wanted: str, value: object) -> ConfigError:

@@ -1,14 +1,14 @@
-"""How arguments are read, on every command line of ours."""
+"""How arguments are read, and what they name to be written is looked at first, on every command line of ours."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from core.errors import ConfigError
+from core.reading import meant
 from scenarios.outcome import REFUSED
 
 
@@ -27,9 +27,8 @@ def one_of(known: Sequence[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text in known:
             return text
-        close = get_close_matches(text[:100], known, n=1, cutoff=0.5)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not one of {', '.join(known)}{meant}")
+        problem = f"{text[:40]!r} is not one of {', '.join(known)}"
+        raise argparse.ArgumentTypeError("; ".join(filter(None, (problem, meant(text, known)))))
 
     return parse
 

@@ -20,7 +20,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from benchmarks import record
 from core import actions, events
 from core.backend import Backend
 from core.config import Expect, Scenario
@@ -353,44 +352,6 @@ def test_a_log_that_was_written_can_be_read_again(stage, tmp_path):
     common.main("overlap_2gpu", ["--trace", str(tmp_path / "log.jsonl"), "--seed", "9"])
     header, entries = read_log(tmp_path / "log.jsonl")
     assert header.seed == 9 and len(list(entries)) == len(script(stage.ran[0])) and entries.truncated == ""
-
-
-def lines_of_a_log(folder: Path) -> list[str]:
-    common.main("overlap_2gpu", ["--quiet", "--trace", str(folder / "log.jsonl")])
-    return (folder / "log.jsonl").read_text().splitlines(keepends=True)
-
-
-@pytest.mark.parametrize(
-    ("kept", "memory", "words"),
-    [
-        (1, None, "cut.jsonl: nothing happened in it"),
-        (None, ".", "is a directory"),
-        (None, "no/such/x.csv", "there is no directory"),
-        (None, "cut.jsonl", "cut.jsonl is the log"),
-        (None, "linked.jsonl", "linked.jsonl is the log"),
-    ],
-)
-def test_a_record_that_cannot_be_is_one_line_and_exit_2(kept, memory, words, stage, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = "".join(lines_of_a_log(tmp_path)[:kept])
-    Path("cut.jsonl").write_text(text)
-    Path("linked.jsonl").hardlink_to("cut.jsonl")
-    capsys.readouterr()
-    assert record.main(["cut.jsonl", *(["--memory", memory] if memory else [])]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and words in printed.err and printed.err.count("\n") == 1
-    assert Path("cut.jsonl").read_text() == text
-
-
-def test_a_log_that_is_cut_off_at_its_beginning_has_a_record(stage, capsys, tmp_path):
-    (tmp_path / "cut.jsonl").write_text("".join(lines_of_a_log(tmp_path)[:2]))
-    assert record.main([str(tmp_path / "cut.jsonl")]) == 0
-    assert "the run took no time" in capsys.readouterr().out
-
-
-def test_the_help_of_the_record_is_whole_sentences(capsys):
-    assert exit_of(lambda: record.main(["--help"])) == 0
-    assert "the scheduler's.\n" in capsys.readouterr().out
 
 
 # --- exit codes -------------------------------------------------------------------------------------------
@@ -733,14 +694,6 @@ def test_a_log_that_is_not_complete_is_no_success(option, capsys):
     printed = capsys.readouterr()
     assert printed.err == f"error: {option} /dev/full: the log is not complete: No space left on device\n"
     assert printed.out.endswith("completed\n"), "the run is not lost"
-
-
-@FULL
-def test_memory_that_cannot_be_written_is_said_of_its_file(tmp_path, capsys):
-    log = str(tmp_path / "log.jsonl")
-    scenario_run.main(["overlap_2gpu", "--steps", "1", "--quiet", "--trace", log])
-    assert record.main([log, "--memory", "/dev/full"]) == 2
-    assert capsys.readouterr().err == "error: --memory /dev/full: cannot be written: No space left on device\n"
 
 
 @FULL
