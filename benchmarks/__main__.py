@@ -3,10 +3,10 @@
 Exit 1 if a bound is missed.
 """
 
-import argparse
 import importlib
 
 from benchmarks.table import Row, show
+from scenarios.parsing import Parser, one_of
 
 NAMES = ("loop", "planning", "reports", "runs", "worlds", "verify", "day")
 """The modules, the quickest first."""
@@ -15,14 +15,12 @@ ON_REQUEST = ("ray",)
 
 
 def main() -> int:
-    known = ", ".join((*NAMES, *ON_REQUEST))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {known}; the first {len(NAMES)} by default")
+    known = (*NAMES, *ON_REQUEST)
+    help_ = f"which: {', '.join(known)}; the first {len(NAMES)} by default"
+    parser = Parser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", type=one_of(known), metavar="NAME", help=help_)
     parser.add_argument("--quick", action="store_true", help="less of everything, and wider noise")
     options = parser.parse_args()
-    for name in options.names:
-        if name not in (*NAMES, *ON_REQUEST):
-            parser.error(f"no benchmark is called {name!r}; there are {known}")
     rows: list[Row] = []
     for name in options.names or NAMES:
         for row in importlib.import_module(f"benchmarks.{name}").run(options.quick):

@@ -7,7 +7,6 @@ of all engines are interleaved, processor time is counted, and the best of each 
 before it is believed.
 """
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from backends.sim.calendar import SimEnv
 from backends.sim.loop import SimLoop, run_sim
 from backends.sim.policies import Walk
 from benchmarks.table import Row, at_most, fact, show
+from scenarios.parsing import Parser
 
 ROUNDS = 3
 # On a busy machine one engine may have no quiet round among three; a real miss stays one.
@@ -113,7 +113,7 @@ def _rows(best: dict[str, float], events: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a fifth of the work")
     rows = run(parser.parse_args().quick)
     for row in rows:

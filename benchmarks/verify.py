@@ -6,12 +6,12 @@ The bound is for a core that adds a million numbers in `YARDSTICK` seconds; on a
 proportion, by the same sum timed between the rounds.
 """
 
-import argparse
 import time
 
 from benchmarks.table import Row, at_least, fact
 from core.verify.search import Graph, explore
 from core.verify.world import World
+from scenarios.parsing import Parser
 
 ROUNDS = 3
 BOUND = 10_000
@@ -51,7 +51,7 @@ def run(quick: bool = False) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a fifth of the states")
     rows = run(parser.parse_args().quick)
     for row in rows:

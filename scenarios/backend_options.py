@@ -74,18 +74,12 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
     help_ = "tiny, smollm2, a local folder, or an id on Hugging Face's hub"
-    group.add_argument("--model", type=_name, metavar="NAME", help=help_)
+    group.add_argument("--model", metavar="NAME", help=help_)
     group.add_argument("--task", type=one_of(TASKS), metavar="|".join(TASKS), help="a built-in task")
     group.add_argument("--prompts", metavar="FILE", help="instead: JSON lines with prompt, answer and what else")
     group.add_argument("--reward", type=_function, metavar="MODULE:FUNCTION", help="how good a completion is")
     group.add_argument("--max-tokens", type=whole(1, MOST_TOKENS), metavar="N", help="longest completion")
     group.add_argument("--learning-rate", type=_learning_rate, metavar="X", help="of the optimiser")
-
-
-def _name(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
 
 
 def _cards(text: str) -> tuple[int | str, ...]:
@@ -213,8 +207,6 @@ def _output(options: argparse.Namespace, scenario: Scenario) -> Path:
         name = re.sub(r"[^\w.-]+", "-", scenario.name).strip("-.") or "run"
         return Path("out", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     folder = Path(options.output)
-    if not options.output:
-        raise ConfigError("--output", "needs the name of a folder")
     if folder.exists() and not folder.is_dir():
         raise ConfigError("--output", f"{folder} is no folder", "name another")
     if folder.is_dir() and any(folder.iterdir()):

@@ -118,7 +118,7 @@ def check_outputs(options: argparse.Namespace, inputs: Sequence[Path]) -> None:
         if given is None or (given == STDOUT and name == "json"):
             continue
         where = f"--{name}"
-        if given == STDOUT or not given:
+        if given == STDOUT:
             raise ConfigError(where, "needs a file name", "only --json writes to standard output")
         check_writable(Path(given), where)
         place = Path(given)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,16 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Nothing of ours is ever meant to be empty: an empty file name would be the folder `.`, and is an unset
+        variable of a shell more often than a wish."""
+        given = sys.argv[1:] if args is None else list(args)
+        for before, text in zip(("", *given), given, strict=False):
+            if not text.strip() or re.fullmatch("-[a-z0-9-]+=", text):
+                option = text.strip()[:-1] or (before if before.startswith("-") else "")
+                self.error(f"{f'argument {option}: ' if option else 'an argument '}is empty; is a variable unset?")
+        return super().parse_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {' '.join(message.split())} (see --help)", file=sys.stderr)

@@ -118,4 +118,6 @@ def test_an_unknown_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit) as refused:
         benchmarks.main()
     assert refused.value.code == 2
-    assert "no benchmark is called 'planing'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert "'planing' is not one of loop, planning, " in error and "did you mean 'planning'?" in error
