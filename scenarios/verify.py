@@ -32,7 +32,8 @@ def parser() -> Parser:
     made = Parser(prog="python -m scenarios.verify", description="prove a small world whole, or show how it goes wrong")
     made.add_argument("--gpus", type=int, default=2, metavar="G", help="GPUs (default 2)")
     made.add_argument("--pipelines", type=int, default=2, metavar="P", help="pipelines (default 2)")
-    made.add_argument("--tp", type=_sizes, default=(1,), metavar="N,..", help="GPUs an engine, by pipeline")
+    made.add_argument("--tp", type=_sizes, default=(1,), metavar="N,..",
+                      help="GPUs an engine, by pipeline; the last also for those after it")  # fmt: skip
     made.add_argument("--mapping", choices=[*map(str, Mapping)], default=str(Mapping.INCIDENT),
                       help="train on one GPU each, or on all (full); partial: roll out on all but one")  # fmt: skip
     made.add_argument("--start", choices=[*map(str, Start)], default=str(Start.FREE),
