@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.sim.explore import artefact, campaign, guests, judge, shrink, strategies, swarm, worlds
+from backends.sim.crew import Crew
+from backends.sim.explore import artefact, campaign, guests, judge, room, shrink, strategies, swarm, worlds
 from backends.sim.explore.case import Case, Finding, Schedule, Strategy
 from backends.sim.faults import STRIKES
 from backends.sim.policies import Choice
 from core import events, rollouts, turns
+from core.backend import Attempt
 from core.config import Fault
 from core.errors import Conflict
 from core.service import Service
@@ -23,6 +25,7 @@ from tests.worlds import SECOND, constant, make_job, make_scenario
 
 SEEDS = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 EVERYTHING = campaign.Plan(None, tuple(swarm.CLASSES))
+LENGTH = Crew.length
 
 
 def two_pipelines(**changes: Any) -> Case:
@@ -49,6 +52,38 @@ def test_the_worlds_differ_in_everything_that_matters() -> None:
     assert {job.spec.staleness for job in jobs} == {0, 1, 2}
     assert {len(job.spec.groups) for job in jobs} == {2, 3, 4}
     assert any(len(set(msgspec.structs.astuple(job.costs)[:8])) == 1 for job in jobs), "ties"
+
+
+def test_every_trajectory_of_a_drawn_world_fits_into_a_turn() -> None:
+    assert all(room.has_room(campaign.draw(EVERYTHING, seed).scenario) for seed in range(200))
+    # Found by a soak: two pipelines with one trajectory each that was longer than their turns, which starved both.
+    case = campaign.draw(EVERYTHING, 32_015_658)
+    assert [job.spec.limits.turn > job.spec.limits.drain for job in case.scenario.jobs[::5]] == [True, True]
+    assert judge.judge(case).finding is None
+
+
+def test_the_turn_that_is_needed_knows_every_trajectory_there_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: dict[str, int] = {}
+
+    def length(crew: Crew, attempt: Attempt) -> int:
+        taken = LENGTH(crew, attempt)
+        decoded[crew.job.spec.id] = max(taken, decoded.get(crew.job.spec.id, 0))
+        return taken
+
+    monkeypatch.setattr(Crew, "length", length)
+    evaluated = 0
+    for seed in range(40):
+        scenario = worlds.draw(seed).scenario
+        decoded.clear()
+        assert judge.judge(Case(scenario=scenario)).outcome == "completed"
+        for job in scenario.jobs:
+            evaluated += job.evaluation is not None
+            needed = (room.turn_needed(scenario.seed, job) - job.reward_s) * 4 / 5
+            if job.evaluation is None:
+                assert decoded[job.spec.id] == pytest.approx(needed, abs=2)
+            else:  # whose batches have another size, which is not told apart
+                assert decoded[job.spec.id] <= needed + 2
+    assert evaluated
 
 
 def test_every_kind_of_fault_of_the_simulator_is_drawn_and_lies_before_the_healing() -> None:
@@ -225,6 +260,22 @@ def test_a_planted_bug_is_found_shrunk_and_replayed_bit_for_bit(tmp_path: Path) 
     story = again.story()
     assert "L1" in story and "expand" in story and "waits for a rollout engine" in story
     assert explore.main(["--replay", str(path)]) == 1
+
+
+def test_what_is_shrunk_keeps_room_for_its_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would starve for another reason than what was found."""
+    judged: list[bool] = []
+
+    def everything_fails(case: Case, *, thorough: bool = False) -> judge.Judgement:
+        judged.append(room.has_room(case.scenario))
+        failed = judge.Judgement()
+        failed.finding = found
+        return failed
+
+    found = Finding(rule="L1", outcome="starved", text="")
+    monkeypatch.setattr(shrink, "judge", everything_fails)
+    shrink.Shrinker(contended(), found, runs_most=100).shrink()
+    assert judged and all(judged)
 
 
 def test_a_seed_without_a_log_is_not_called_stale(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,11 @@ from core.model import Role
 Outcome = str | None
 
 
+def lengths(seed: int, job: Job) -> Draws:
+    """How long its trajectories decode (ns), by batch and trajectory, whichever attempt it is."""
+    return Draws(job.costs.trajectory, Stream(seed, "trajectory", job.spec.id), job.target)
+
+
 class Crew:
     def __init__(self, world: World, job: Job) -> None:
         spec = job.spec
@@ -43,7 +48,7 @@ class Crew:
         self._init_owner = f"{spec.id}/init"
         self._devices = world.memory.on(spec.union)
         self._commands = world.price(job.costs.command, "command", spec.id)
-        self._lengths = Draws(job.costs.trajectory, Stream(world.seed, "trajectory", spec.id), job.target)
+        self._lengths = lengths(world.seed, job)
 
     @property
     def workers(self) -> tuple[Worker, ...]:

@@ -16,6 +16,7 @@ import msgspec
 from backends.sim.explore import guests, strategies
 from backends.sim.explore.case import Case, Finding, Guest, Schedule
 from backends.sim.explore.judge import judge
+from backends.sim.explore.room import has_room
 from core.config import Durations, Fault, Job, Scenario
 from core.errors import ConfigError
 from core.lengths import most
@@ -40,6 +41,7 @@ class Shrinker:
         self.best = case
         self.finding = finding
         self.runs = 0
+        self._has_room = has_room(case.scenario)
         self._runs_most = runs_most
         self._entries = 0
 
@@ -71,6 +73,8 @@ class Shrinker:
     def _fails(self, candidate: Case) -> bool:
         if candidate == self.best or not possible(candidate):
             return False
+        if self._has_room and not has_room(candidate.scenario):
+            return False  # it would starve for that reason, and no longer for the one that was found
         self.runs += 1
         run = judge(candidate, thorough=self.finding.rule == "books")
         self._entries += run.entries

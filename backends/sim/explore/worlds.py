@@ -4,6 +4,7 @@
    go wrong there seldom goes wrong elsewhere, and they run in milliseconds.
 2. Ties are where races live: in a third of the worlds every duration is a multiple of one second.
 3. Every world passes `check_world`; one that does not is drawn again with less memory.
+4. Every trajectory fits into a turn (`room`), which is all that the bounds assume of a world.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 
 from backends.sim.explore.case import Case
 from backends.sim.explore.chance import Chance
+from backends.sim.explore.room import with_room
 from core import defaults
 from core.config import Costs, Durations, Evaluation, Job, Scenario, Trigger
 from core.errors import ConfigError
@@ -59,7 +61,7 @@ def _draw(seed: int, chance: Chance, small: bool, lean: bool) -> Case:
     )  # fmt: skip
     count = chance.pick((2, 2, 3)) if small else chance.pick(PIPELINES)
     clock = Pace(chance)
-    jobs = tuple(draw_job(chance, cluster, f"p{i + 1}", clock, small, lean) for i in range(count))
+    jobs = tuple(with_room(seed, draw_job(chance, cluster, f"p{i + 1}", clock, small, lean)) for i in range(count))
     scenario = Scenario(name=f"seed-{seed}", cluster=cluster, jobs=_starts(chance, clock, jobs), seed=seed)
     return Case(scenario=scenario, release_lag=clock.lag(chance))
 
