@@ -68,7 +68,7 @@ class _Client:
         self._link = link
         self._pipeline = pipeline
         self.gates = self
-        self.life = 0  # a driver has its names to itself
+        self.life = 0  # nobody has had its name before (`ControlPlane._names`)
 
     def replied(self, seq: int, error: RequestError | None) -> None:
         self._link.outbox.frame(wire.Replied(pipeline=self._pipeline, seq=seq, error=wire.pack_error(error)))
@@ -198,8 +198,11 @@ class ControlPlane:
         return ""
 
     def _names(self, asked: wire.JoinRequest) -> list[str]:
-        taken = {crew.id: None for link in self._links.values() for crew in link.run.crews}
-        taken.update(dict.fromkeys(self._service.state.ledger.books))
+        """Each as asked, if no driver ever had it: the scheduler takes what one says for what an earlier one said
+        late, also where that one was lost before it registered anything."""
+        ledger = self._service.state.ledger
+        had = {crew.id for link in self._links.values() for crew in link.run.crews}
+        taken = had | ledger.books.keys() | ledger.ended.keys()
         return [name if name not in taken else f"{name}@{asked.run}" for name in asked.pipelines]
 
     def _attach(self, run: Run) -> None:
