@@ -26,8 +26,8 @@ class Account:
     """One pipeline's figures."""
 
     __slots__ = (
-        "attracted_expands", "dropped", "error", "max_wait_ns", "resizes", "staleness", "steps_done", "tokens",
-        "trained", "waiting_since",
+        "attracted_expands", "completed_at", "dropped", "error", "lost_turns", "max_wait_ns", "resizes", "staleness",
+        "steps_done", "tokens", "trained", "waiting_since",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -46,6 +46,10 @@ class Account:
         """Of accepted trajectories, trained or not."""
         self.attracted_expands = 0
         """Engines woken for it while it had no open-batch demand."""
+        self.completed_at = -1
+        """When it last completed a trajectory (ns)."""
+        self.lost_turns = 0
+        """Engines that were put to sleep after a whole turn (`limits.turn`) in which it completed nothing."""
 
 
 class Accounting(Watcher):
@@ -135,6 +139,7 @@ class Accounting(Watcher):
     def _completed(self, event: events.TrajectoryCompleted) -> None:
         if self.observed.applies(event):
             account = self._account(event.pipeline)
+            account.completed_at = self.observed.now
             for _, tokens in event.segments:
                 account.tokens += tokens
 
@@ -163,7 +168,13 @@ class Accounting(Watcher):
             self.idle_holders.woken_without_demand(engine)
 
     def _shrunk(self, action: actions.SleepEngine) -> None:
-        self._account(action.pipeline).resizes += 1
+        account = self._account(action.pipeline)
+        account.resizes += 1
+        engine = self.observed.engine(action.pipeline, action.dp_rank)
+        if engine is None or engine.routable_since is None or engine.pipeline.demand == 0:
+            return
+        if account.completed_at < engine.routable_since <= self.observed.now - engine.pipeline.spec.limits.turn:
+            account.lost_turns += 1
 
     def _note(self, note: actions.Note) -> None:
         if note.kind == "grant":
@@ -312,6 +323,7 @@ class Accounting(Watcher):
                     "dropped": dict(sorted(account.dropped.items())),
                     "staleness": {str(behind): account.staleness[behind] for behind in sorted(account.staleness)},
                     "tokens": account.tokens,
+                    "lost_turns": account.lost_turns,
                 }
                 for id, account in self.accounts.items()
                 if id in self._own

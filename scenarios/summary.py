@@ -163,7 +163,20 @@ def totals(run: Run) -> list[str]:
             f"idle holders: {run.idle_held_s:.1f} GPU-seconds held with nothing to roll out while a peer wanted them; "
             f"{count(run.attracted, 'engine')} woken with nothing to roll out"
         )
-    return lines + deliveries(run)
+    return lines + lost_turns(run) + deliveries(run)
+
+
+def lost_turns(run: Run) -> list[str]:
+    """Who may never be done, for as long as others want its engines too, and what to do about it."""
+    lines = []
+    for id, figures in run.summary["details"]["pipelines"].items():
+        lost = figures["lost_turns"]
+        if lost > 1:
+            lines.append(
+                f"{id}: completed nothing in {lost} whole turns; if its trajectories take longer than limits.turn_s, "
+                "set that above the longest, or partial: resume"
+            )
+    return lines
 
 
 def deliveries(run: Run) -> list[str]:

@@ -233,7 +233,21 @@ def test_what_was_dropped_and_how_stale_the_rest_was_is_told():
     story.drop(2)
     story.take((0, 1), version=1, staleness=(1, 0))
     details = count(story).details()["pipelines"]["p1"]
-    assert details == {"dropped": {"stale": 1}, "staleness": {"0": 1, "1": 1}, "tokens": 300}
+    assert details == {"dropped": {"stale": 1}, "staleness": {"0": 1, "1": 1}, "tokens": 300, "lost_turns": 0}
+
+
+@pytest.mark.parametrize(("seconds", "completed", "lost"), [(60, False, 1), (59, False, 0), (60, True, 0)])
+def test_a_turn_is_lost_if_it_was_a_whole_one_and_nothing_was_completed(seconds: int, completed: bool, lost: int):
+    story = Story().initialise(batch=2, seconds=0).serve(0).pause(seconds)
+    if completed:
+        story.complete(0)
+    assert count(story.sleep(0)).details()["pipelines"]["p1"]["lost_turns"] == lost
+
+
+def test_an_engine_that_nobody_needs_any_more_lost_no_turn():
+    story = Story().initialise(batch=1, seconds=0).serve(0).pause(100)
+    story.tell(events.BatchClosed, batch=0, reason="cancelled")
+    assert count(story.sleep(0)).details()["pipelines"]["p1"]["lost_turns"] == 0
 
 
 # --- what idle holders cost -----------------------------------------------------------------------------

@@ -687,6 +687,34 @@ def test_the_starved_pipeline_is_named_and_its_signal_blamed(three):
     assert "p1" in starved["diagnosis"] and "signal" in starved["diagnosis"]
 
 
+LONGER_THAN_A_TURN = """
+name: long-trajectories
+cluster: {gpus_per_node: 1}
+pipelines:
+  - &job
+    id: a
+    train: {gpus: [0]}
+    infer: {gpus: [0]}
+    steps: 1
+    batch: {prompts: 1}
+    partial: PARTIAL
+    min_residence_s: 5
+    costs: {init: 1, train: 1, offload: 1, onload: 1, publish: 1, sync: 1, sleep: 1, wake: 1, trajectory: 100}
+    limits: {turn_s: 60, hold_s: 60, init_s: 60}
+  - {<<: *job, id: b}
+"""
+
+
+@pytest.mark.parametrize(("partial", "code", "told"), [("restart", 3, ["a", "b"]), ("resume", 0, [])])
+def test_trajectories_longer_than_a_turn_are_named_with_what_to_do(partial, code, told, tmp_path, capsys):
+    file = tmp_path / "long.yaml"
+    file.write_text(LONGER_THAN_A_TURN.replace("PARTIAL", partial))
+    assert scenario_run.main([str(file)]) == code
+    lines = [line for line in capsys.readouterr().out.splitlines() if "limits.turn_s" in line]
+    assert [line.split(":")[0] for line in lines] == told
+    assert all("whole turns" in line and "partial: resume" in line for line in lines)
+
+
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
 
