@@ -233,9 +233,10 @@ class SafetyOracles:
                 self._own_faults.setdefault(pipeline.id, f"node {event.node} left")
 
     def _fault_injected(self, event: events.FaultInjected) -> None:
-        for id in self._observed.pipelines:
-            if event.target == id or event.target.startswith(f"{id}/") or event.kind == "restart_control_plane":
-                self._own_faults.setdefault(id, event.kind)
+        """Also one that strikes before its pipeline was heard of. Targets are `pipeline` or `pipeline/dp_rank`."""
+        everybody = self._observed.pipelines if event.kind == "restart_control_plane" else ()
+        for id in (*everybody, event.target, event.target.rpartition("/")[0]):
+            self._own_faults.setdefault(id, event.kind)
 
     def _phase_ended(self, event: events.PhaseEnded) -> None:
         if event.error:

@@ -575,6 +575,21 @@ def test_s7_a_fault_of_its_own_is_a_cause(cause: Any):
     assert broken(failed(story)) == []
 
 
+@pytest.mark.parametrize("target", ["p2", "p2/0"])
+def test_s7_a_fault_that_strikes_before_a_pipeline_is_heard_of_is_its_own(target: str):
+    """Found by a soak: a client was killed while its registration was under way."""
+    story = two().initialise("p1")
+    story.say(events.FaultInjected(kind="kill_client", target=target))
+    story.register("p2")
+    story.say(events.PipelineEnded(pipeline="p2", error="its client vanished"))
+    assert broken(story) == []
+    story = two().initialise("p1")
+    story.say(events.FaultInjected(kind="kill_client", target="p1"))
+    story.register("p2")
+    story.say(events.PipelineEnded(pipeline="p2", error="its client vanished"))
+    assert broken(story) == ["S7"], "another one's is not"
+
+
 def test_s7_holding_a_lease_beyond_its_limit_is_a_cause():
     for seconds, rules in ((99, ["S7"]), (100, [])):
         story = two().initialise("p1").initialise("p2")
