@@ -47,7 +47,7 @@ class Account:
         self.attracted_expands = 0
         """Engines woken for it while it had no open-batch demand."""
         self.completed_at = -1
-        """When it last completed a trajectory (ns)."""
+        """When it last wanted less (ns): it completed a trajectory, also where only the state resent says so."""
         self.lost_turns = 0
         """Engines that were put to sleep after a whole turn (`limits.turn`) in which it completed nothing."""
 
@@ -139,7 +139,6 @@ class Accounting(Watcher):
     def _completed(self, event: events.TrajectoryCompleted) -> None:
         if self.observed.applies(event):
             account = self._account(event.pipeline)
-            account.completed_at = self.observed.now
             for _, tokens in event.segments:
                 account.tokens += tokens
 
@@ -184,6 +183,8 @@ class Accounting(Watcher):
     # --- waiting ---------------------------------------------------------------------------------------
 
     def demand_changed(self, pipeline: Pipeline, before: int) -> None:
+        if pipeline.demand < before:
+            self._account(pipeline.id).completed_at = self.observed.now
         if (before == 0) != (pipeline.demand == 0):
             self._review(pipeline)
         if before == 0 or pipeline.demand < len(pipeline.engines):  # else neither idle nor hungry can have changed

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from core import actions, events
 from core.accounting import Accounting
 from core.actions import Emptying
-from core.model import Priority
+from core.model import BatchState, PipelineState, Priority
 from core.timeline import IDLE, STATES
 from core.trace import TraceWriter, Violation, feed, header_of, read_log
 from core.units import gib, ns
@@ -242,6 +242,14 @@ def test_a_turn_is_lost_if_it_was_a_whole_one_and_nothing_was_completed(seconds:
     if completed:
         story.complete(0)
     assert count(story.sleep(0)).details()["pipelines"]["p1"]["lost_turns"] == lost
+
+
+def test_a_completion_that_only_the_state_resent_tells_of_counts():
+    story = Story().initialise(batch=2, seconds=0).serve(0).pause(60)
+    batches = (BatchState(batch=0, target=2, delivered=1),)
+    state = PipelineState(batches=batches, opened_through=0, requests_through=0, published=0)
+    story.tell(events.StateResent, state=state)
+    assert count(story.sleep(0)).details()["pipelines"]["p1"]["lost_turns"] == 0
 
 
 def test_an_engine_that_nobody_needs_any_more_lost_no_turn():
