@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         for before, text in zip(("", *given), given, strict=False):
             if not text.strip() or re.fullmatch("-[a-z0-9-]+=", text):
-                option = text.strip()[:-1] or (before if before.startswith("-") else "")
-                self.error(f"{f'argument {option}: ' if option else 'an argument '}is empty; is a variable unset?")
+                option = text.strip()[:-1] or before
+                self.error(f"the argument {f'after {option}' if option else 'given'} is empty; is a variable unset?")
         return super().parse_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:

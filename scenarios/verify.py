@@ -67,8 +67,6 @@ def _world(options: argparse.Namespace) -> World:
             raise ConfigError(f"--{name.replace('_', '-')}", f"must be from {least} to {most}")
     if not 0 <= options.save_every < math.inf:
         raise ConfigError("--save-every", f"must be 0 or a time in seconds, not {options.save_every:g}")
-    if len(options.tp) > options.pipelines:
-        raise ConfigError("--tp", f"{len(options.tp)} sizes for {options.pipelines} pipelines", "at most one for each")
     if options.resume is not None:
         check_writable(options.resume, "--resume")
     world = World(
@@ -77,6 +75,8 @@ def _world(options: argparse.Namespace) -> World:
         staleness=options.staleness, coarse=options.coarse, symmetry=not options.no_symmetry,
     )  # fmt: skip
     specs(world)
+    if len(options.tp) > options.pipelines:
+        raise ConfigError("--tp", f"{len(options.tp)} sizes for {options.pipelines} pipelines", "at most one for each")
     return world
 
 

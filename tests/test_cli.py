@@ -153,9 +153,9 @@ REFUSED = [
     (["--report", "."], "is a directory"),
     (["--trace", "-"], "only --json"),
     (["--trace", "same", "--report", "same"], "name another file"),
-    (["--trace", ""], "argument --trace: is empty; is a variable unset?"),
-    (["--trace="], "argument --trace: is empty"),
-    ([""], "an argument is empty"),
+    (["--trace", ""], "the argument after --trace is empty; is a variable unset?"),
+    (["--trace="], "the argument after --trace is empty"),
+    ([""], "the argument given is empty"),
 ]
 
 
